@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from .config import BudgetError, ConfigError, fmt_bytes
 
-if TYPE_CHECKING: import torch
+if TYPE_CHECKING:
+    import torch
 
 # %% ../nbs/01_hardware.ipynb #36e70968
 ROOT = Path("/")
@@ -112,7 +113,7 @@ def _machine(root: Path) -> Limit:
     if "MemTotal" in m:
         guess = m.get("MemFree", 0) + m.get("Inactive(file)", 0)     # kernels before 3.14 do not say MemAvailable
         return Limit("this machine", m["MemTotal"], m.get("MemAvailable", guess))
-    import psutil           # a requirement where there is no /proc: macOS, Windows
+    import psutil  # a requirement where there is no /proc: macOS, Windows
     v = psutil.virtual_memory()
     return Limit("this machine", v.total, v.available)
 
@@ -218,7 +219,8 @@ def _cpu_name(root: Path) -> str:
 
 def _accelerator() -> dict[str, Any]:
     "Name and memory of the accelerator, or why there is none."
-    try: import torch
+    try:
+        import torch
     except ImportError: return {"accelerator": "unknown: torch is not installed"}
     d = pick_device()
     if d.type == "cpu": return {"accelerator": "none"}
