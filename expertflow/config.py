@@ -47,12 +47,19 @@ class LoadError(ExpertFlowError, RuntimeError):
 # %% ../nbs/00_config.ipynb #9434ae89
 _UNITS = {"b": 1} | {f"{p}{tail}": 1000**i for i, p in enumerate("kmgt", 1) for tail in ("", "b")} \
                   | {f"{p}i{tail}": 1024**i for i, p in enumerate("kmgt", 1) for tail in ("", "b")}
-_SIZE = re.compile(r"([-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*([a-z]*)", re.IGNORECASE)
+_SIZE = re.compile(r"([-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:e[-+]?\d{1,3})?)\s*([a-z]*)", re.IGNORECASE | re.ASCII)
 _LARGEST = 10**15                       # a petabyte: above it, somebody gave bytes where GB are meant
 
 
+def _show(x: object) -> str:
+    "A value as it appears in a message: on one line, and not without end."
+    try: text = " ".join(repr(x).split())
+    except Exception: text = f"a {type(x).__name__}"        # e.g. an integer with too many digits to print
+    return text if len(text) <= 80 else f"{text[:60]}...{text[-15:]}"
+
+
 def _bad_size(x: object, why: str) -> ConfigError:
-    return ConfigError(f'{x!r} is not an amount of memory: {why}; write e.g. 6 (GB), "6GB", "6GiB", "500MB" or "4096B"')
+    return ConfigError(f'{_show(x)} is not an amount of memory: {why}; write e.g. 6 (GB), "6GB", "6GiB", "500MB" or "4096B"')
 
 # %% ../nbs/00_config.ipynb #9776ea90
 def parse_bytes(x: int | float | str) -> int: # -> bytes
@@ -62,11 +69,11 @@ def parse_bytes(x: int | float | str) -> int: # -> bytes
         m = _SIZE.fullmatch(x.strip())
         if not m: raise _bad_size(x, "no number with a unit")
         number, unit = m[1].replace("_", ""), (m[2] or "gb").lower()
-        if unit not in _UNITS: raise _bad_size(x, f"unknown unit {m[2]!r}")
+        if unit not in _UNITS: raise _bad_size(x, f"unknown unit {_show(m[2])}")
         if len(number) > 40 or abs(float(number)) > 1e18: raise _bad_size(x, "out of range")
         n = Fraction(number) * _UNITS[unit]
     else:
-        if not math.isfinite(x): raise _bad_size(x, "not a finite number")
+        if not -_LARGEST < x < _LARGEST: raise _bad_size(x, "not a finite number of GB")
         n = Fraction(str(float(x)) if not isinstance(x, Integral) else int(x)) * _UNITS["gb"]
     if n < 0: raise _bad_size(x, "it is negative")
     if n > _LARGEST: raise _bad_size(x, f"that is {float(n) / 1e9:.3g} GB, more than a petabyte (a plain number is GB)")
@@ -95,7 +102,7 @@ class Share:
     def __post_init__(self) -> None:
         f = self.fraction
         if isinstance(f, bool) or not isinstance(f, Real) or not 0 < f <= 1:
-            raise ConfigError(f'{f!r} is not a share of the experts: it must be above 0 and at most 1; write e.g. "50%"')
+            raise ConfigError(f'{_show(f)} is not a share of the experts: it must be above 0 and at most 1; write e.g. "50%"')
 
     def __str__(self) -> str: return f"{self.fraction * 100:.10g}%"
 
@@ -112,34 +119,37 @@ def parse_budget(x: int | float | str | Share | None) -> int | Share | None: # b
     return Share(percent / 100)
 
 # %% ../nbs/00_config.ipynb #01610a02
-def _fail(key: str, x: object, why: str) -> ConfigError: return ConfigError(f"{key}={x!r}: {why}")
+def _fail(key: str, x: object, why: str) -> ConfigError: return ConfigError(f"{key}={_show(x)}: {why}")
 
 
 def _nearest(word: object, known: Sequence[str]) -> str:
     "A hint: the known word that was probably meant, and otherwise all of them."
-    near = difflib.get_close_matches(str(word), known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(word[:80] if isinstance(word, str) else _show(word), known, n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
 
 
 def _one_of(key: str, x: object, known: Sequence[str]) -> None:
-    if x not in known: raise _fail(key, x, f"unknown value; {_nearest(x, known)}")
+    if not isinstance(x, str) or x not in known: raise _fail(key, x, f"unknown value; {_nearest(x, known)}")
 
 
 def _flag(key: str, x: object) -> None:
     if not isinstance(x, bool): raise _fail(key, x, "must be true or false")
 
 # %% ../nbs/00_config.ipynb #579d4023
+_MANY = 10**12
+
+
 def _number(
-    key: str, x: Any, lo: float, hi: float = math.inf, *,
+    key: str, x: Any, lo: float, hi: float = _MANY, *,
     whole: bool = False, # an integer is wanted
     above: bool = False, # lo itself is not allowed
 ) -> None:
     "Refuses what is not a number within [lo, hi]; booleans and NaN are not numbers here."
-    kind = "a whole number" if whole else "a number"
+    number = isinstance(x, Integral if whole else Real) and not isinstance(x, bool)
+    if number and (lo < x <= hi or (x == lo and not above)): return
     span = f"above {lo:g}" if above else f"at least {lo:g}"
-    span += f" and at most {hi:g}" if math.isfinite(hi) else ""
-    number = isinstance(x, Integral if whole else Real) and not isinstance(x, bool) and math.isfinite(x)
-    if not number or not (lo < x <= hi or (x == lo and not above)): raise _fail(key, x, f"must be {kind} {span}")
+    if hi < _MANY or (number and x > hi): span += f" and at most {hi:g}"
+    raise _fail(key, x, f"must be {'a whole number' if whole else 'a number'} {span}")
 
 # %% ../nbs/00_config.ipynb #d245def7
 WEIGHTS = {"prediction_prob": 0.6, "recency": 0.3, "transfer_cost": 0.1}
@@ -149,7 +159,7 @@ def _weights(key: str, x: object) -> dict[str, float]:
     "The three weights, complete and checked."
     if not isinstance(x, Mapping): raise _fail(key, x, f"must be a table with {', '.join(WEIGHTS)}")
     for name, w in x.items():
-        if name not in WEIGHTS: raise _fail(key, dict(x), f"unknown weight {name!r}; {_nearest(name, list(WEIGHTS))}")
+        if name not in WEIGHTS: raise _fail(key, dict(x), f"unknown weight {_show(name)}; {_nearest(name, list(WEIGHTS))}")
         _number(f"{key}.{name}", w, 0, 1)
     total = math.fsum(x.values())
     if abs(total - 1) > 1e-6: raise _fail(key, dict(x), f"the weights sum to {total:g}; make them sum to 1")
@@ -162,16 +172,19 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "float": "float32"}
 
 
+def _name(x: object) -> str: return _show(x) if isinstance(x, Real) else str(x)
+
+
 def _dtype(key: str, x: object) -> str:
     "The dtype's name, without the torch."
-    s = str(x).removeprefix("torch.")
+    s = _name(x).removeprefix("torch.")
     s = _SHORT.get(s, s)
     _one_of(key, s, DTYPES)
     return s
 
 
 def _device(key: str, x: object) -> str:
-    s = str(x)
+    s = _name(x)
     if not re.fullmatch(r"[a-z][a-z_]*(:\d+)?", s):
         raise _fail(key, s, 'must be "auto" or a torch device such as "cpu", "cuda" or "cuda:0"')
     return s
@@ -188,16 +201,17 @@ def _switches(c: "Config") -> None:
     _flag("strict", c.strict)
     _flag("preload", c.preload)
     _only("strict", c.strict, True, "running with missing experts is")
-    _only("prediction_model_path", c.prediction_model_path, None, "a trained predictor is")
+    _only("prediction_model_path", _path("prediction_model_path", c.prediction_model_path), None, "a trained predictor is")
 
 
 def _numbers(c: "Config") -> None:
     "Settings that are numbers."
-    for key in ("context", "batch", "io_threads"): _number(key, getattr(c, key), 1, whole=True)
+    for key in ("context", "batch"): _number(key, getattr(c, key), 1, whole=True)
+    _number("io_threads", c.io_threads, 1, 64, whole=True)
     if c.token_block_size is not None: _number("token_block_size", c.token_block_size, 1, whole=True)
     if c.warmup_steps is not None: _number("warmup_steps", c.warmup_steps, 0, whole=True)
     _number("eviction_threshold", c.eviction_threshold, 0, 1, above=True)
-    _number("load_timeout", c.load_timeout, 0, above=True)
+    _number("load_timeout", c.load_timeout, 0, 86400, above=True)
     _number("tolerance", c.tolerance, 0, 1)
     _number("prediction_lookahead", c.prediction_lookahead, 0, whole=True)
     _only("tolerance", c.tolerance, 0, "skipping experts is")
@@ -206,7 +220,7 @@ def _numbers(c: "Config") -> None:
 # %% ../nbs/00_config.ipynb #bafdc847
 def _budget(key: str, x: Any, parse: Callable[[Any], Any] = parse_budget) -> Any:
     try: return parse(x)
-    except ConfigError as e: raise ConfigError(f"{key}={x!r}: {e}") from None
+    except ConfigError as e: raise ConfigError(f"{key}={_show(x)}: {e}") from None
 
 
 def _reserve(x: Any) -> int | None: # bytes; None: a guess by the planner
@@ -294,7 +308,7 @@ def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     seen = dict(pairs)
     if len(seen) < len(pairs):
         twin = next(k for i, (k, _) in enumerate(pairs) if k in [p[0] for p in pairs[:i]])
-        raise ConfigError(f"the key {twin!r} occurs twice; remove one")
+        raise ConfigError(f"the key {_show(twin)} occurs twice; remove one")
     return seen
 
 
@@ -325,7 +339,7 @@ def load_config(path: str | Path) -> dict[str, Any]: # key -> value, not yet che
 def _known(keys: Sequence[object]) -> None:
     names = [f.name for f in fields(Config)]
     for key in keys:
-        if key not in names: raise ConfigError(f"unknown setting {key!r}; {_nearest(key, names)}")
+        if key not in names: raise ConfigError(f"unknown setting {_show(key)}; {_nearest(key, names)}")
 
 
 def make_config(
