@@ -129,8 +129,16 @@ def randomise(model: nn.Module, seed: int = 0) -> None:
 
 # %% ../nbs/01a_testing.ipynb #bd5b1c13
 def _save(model: Any, path: Path, shard_bytes: int | None, fused: bool, index: bool) -> None:
-    """`save_pretrained` with its variants."""
-    model.save_pretrained(path, max_shard_size=shard_bytes or 1 << 40, save_original_format=not fused)
+    """`save_pretrained` with its variants, and without its progress bar."""
+    from transformers.utils import logging
+
+    bar = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(path, max_shard_size=shard_bytes or 1 << 40, save_original_format=not fused)
+    finally:
+        if bar:
+            logging.enable_progress_bar()
     if not index:
         (path / "model.safetensors.index.json").unlink(missing_ok=True)
 
@@ -297,7 +305,7 @@ class NoiseBlock:
     def __init__(self, dtype: torch.dtype, std: float, seed: int, elements: int = 1 << 23) -> None:
         gen = torch.Generator().manual_seed(seed)
         block = (torch.randn(elements, generator=gen) * std).to(dtype)
-        self.data = memoryview(block.view(torch.uint8).numpy()).cast("B")
+        self.data = block.view(torch.uint8).numpy().data.cast("B")
         self.size, self.n = dtype.itemsize, elements
         self.rng = np.random.default_rng(seed)
 
@@ -330,8 +338,7 @@ def _write_file(file: Path, tensors: list[tuple[str, tuple[int, ...]]], noise: N
                 ones = torch.ones(shape, dtype=getattr(torch, dtype)).view(torch.uint8).numpy()
                 f.write(ones.tobytes())
             else:
-                for piece in noise.chunks(int(np.prod(shape))):
-                    f.write(piece)
+                f.writelines(noise.chunks(int(np.prod(shape))))
 
 # %% ../nbs/01a_testing.ipynb #cfea691d
 def _cut(
@@ -376,7 +383,7 @@ def write_random_olmoe(
     config.save_pretrained(path)
     noise = NoiseBlock(getattr(torch, dtype), std=hidden**-0.5, seed=seed)
     groups = _cut(olmoe_tensors(n_layers, hidden, intermediate, n_experts, vocab), noise.size, shard_bytes)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i, group in enumerate(groups, 1):
         file = f"model-{i:05d}-of-{len(groups):05d}.safetensors"
         _write_file(path / file, group, noise, dtype)
