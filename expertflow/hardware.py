@@ -30,7 +30,7 @@ ROOT = Path("/")
 def _read(path: Path) -> str:
     "The text of a small file, empty if it cannot be read."
     try: return path.read_text(encoding="utf-8", errors="replace")
-    except OSError: return ""
+    except (OSError, ValueError): return ""         # ValueError: a path that cannot be one
 
 
 def _count(text: str) -> int | None:
