@@ -397,6 +397,7 @@ class Source:
     param: str
     shape: tuple[int, ...]  # in the model, experts first
     dtype: torch.dtype  # in the model
+    count: int  # experts that can be read; longcat's parameters have room for more, which stays unused
     converter: Any  # transformers' WeightConverter, or None where the tensor is taken as it is
     parts: dict[str, list[tuple[str, TensorRef]]]  # pattern -> [(name, place)] by expert; or one that has all experts
 
@@ -438,13 +439,13 @@ def _listed(names: Iterable[str]) -> str:
 def _in_order(source: Source, pattern: str) -> None:
     """Check that the per-expert tensors of a part are those of expert 0, 1, 2 … and put them in this order."""
     items = source.parts[pattern]
-    n = source.shape[0]
+    n, most = source.count, source.shape[0]
     numbered = {_expert_number(name): (name, ref) for name, ref in items}
     if None in numbered or len(numbered) != len(items):
         raise UnsupportedModelError(f"cannot tell the experts of {source.name} apart in names like {items[0][0]}")
-    extra = [name for e, (name, _) in numbered.items() if e is not None and e >= n]
+    extra = [name for e, (name, _) in numbered.items() if e is not None and e >= most]
     if extra:
-        raise CheckpointError(f"more experts than the {n} of the config: {_listed(extra)}; {_ALIEN}")
+        raise CheckpointError(f"more experts than the {most} of the config: {_listed(extra)}; {_ALIEN}")
     lost = [_EXPERT_NO.sub(f"experts.{e}", items[0][0]) for e in range(n) if e not in numbered]
     if lost:
         raise CheckpointError(f"expert tensors are missing: {_listed(lost)}; download the checkpoint again")
@@ -485,7 +486,8 @@ def match(model: Any, ckpt: Checkpoint, load_config: Any) -> tuple[dict[tuple[st
         if layer not in experts or param not in experts[layer]:
             continue
         shape, dtype = experts[layer][param]
-        source = sources.setdefault((layer, param), Source(layer, param, shape, dtype, converter, {}))
+        count = min(shape[0] for shape, _ in experts[layer].values())
+        source = sources.setdefault((layer, param), Source(layer, param, shape, dtype, count, converter, {}))
         if source.converter is not converter:
             raise CheckpointError(f"{source.name} is in the checkpoint twice, in two forms: {name} is one; remove either")
         source.parts.setdefault(pattern, []).append((name, ref))
@@ -837,7 +839,7 @@ class LayerPlan:
     """How the experts of one layer are read; `dtypes`: parameter -> dtype in the slot."""
 
     def __init__(self, sources: list[Source], dtypes: Mapping[str, torch.dtype]) -> None:
-        self.sources, self.name, self.num_experts = sources, sources[0].layer, sources[0].shape[0]
+        self.sources, self.name, self.num_experts = sources, sources[0].layer, sources[0].count
         self.layout = SlotLayout.of({s.param: (s.shape[1:], dtypes[s.param]) for s in sources})
         known = safetensors_dtypes()
         stored = [{known.get(ref.dtype) for items in s.parts.values() for _, ref in items} for s in sources]
