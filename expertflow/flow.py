@@ -32,19 +32,10 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from . import bundled
+from .bundled import NAMES, ensure
 from .cache import ExpertCache, LayerStep, admit, end
 from .checkpoint import Checkpoint, ExpertStore, check_supported
-from expertflow.config import (
-    BudgetError,
-    CheckpointError,
-    Config,
-    ExpertFlowError,
-    Share,
-    Source,
-    UnsupportedModelError,
-    fmt_bytes,
-)
+from .config import BudgetError, CheckpointError, Config, ExpertFlowError, Share, Source, fmt_bytes
 from .evictor import make_evictor
 from .hardware import device_memory, memory_available, peak_rss, pick_device, rss
 from .ledger import Inventory, Ledger, Plan, admit_kv, inventory, make_plan
@@ -58,11 +49,11 @@ def find_checkpoint(name: str | Path) -> Path:
         return path
     if path.is_file():
         return path.parent
-    if str(name) in bundled.NAMES:
-        return bundled.ensure(str(name))
+    if str(name) in NAMES:
+        return ensure(str(name))
     if str(name).count("/") == 1 and not str(name).startswith((".", "/", "~")):
         return _from_hub(str(name))
-    raise CheckpointError(f"{str(name)!r} is neither a folder nor one of {', '.join(bundled.NAMES)}: check the path")
+    raise CheckpointError(f"{str(name)!r} is neither a folder nor one of {', '.join(NAMES)}: check the path")
 
 def _from_hub(repo: str) -> Path:
     from huggingface_hub import snapshot_download
@@ -354,7 +345,7 @@ def _config_of(model: Any, config: Source, settings: dict[str, Any]) -> Config:
     if model is not None:
         settings = settings | {"model_path": str(model)}
     cfg = Config.make(config, **settings)
-    return cfg if cfg.model_path else Config.make(cfg, model_path=next(iter(bundled.NAMES)))
+    return cfg if cfg.model_path else Config.make(cfg, model_path=next(iter(NAMES)))
 
 # %% ../nbs/10a_flow.ipynb #a4f116ef
 def load(cfg: Config, model_kwargs: dict[str, Any]) -> ExpertFlow:
@@ -397,7 +388,7 @@ def load_model(flow: ExpertFlow, ckpt: Checkpoint, model_kwargs: dict[str, Any])
     check_supported(config)
     cls = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if cls is None:
-        raise UnsupportedModelError(f"{flow.path}: transformers has no causal LM for {config.model_type}; choose another")
+        raise ExpertFlowError(f"{flow.path}: transformers has no causal LM for {config.model_type}; choose another")
     cls = cls[0] if isinstance(cls, (tuple, list)) else cls
 
     def build(store: ExpertStore) -> Runtime:
@@ -411,7 +402,6 @@ def load_model(flow: ExpertFlow, ckpt: Checkpoint, model_kwargs: dict[str, Any])
         kwargs["device_map"] = {"": flow.device}
     with ckpt.for_transformers() as folder:
         model = sub.from_pretrained(folder, **kwargs)  # type: ignore[attr-defined]
-    model.requires_grad_(False)
     if cfg.token_block_size:
         model.generation_config.prefill_chunk_size = cfg.token_block_size
     return model

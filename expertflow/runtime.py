@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Batches', 'Views', 'BuildRuntime', 'Slab', 'Readers', 'Executor', 'Tickets', 'CpuExecutor', 'HostTier',
            'AcceleratorExecutor', 'Step', 'waves', 'Rows', 'project', 'single_row', 'prefer_own_kernel', 'expert_rows',
-           'grouped_forward', 'ExpertParam', 'InOrder', 'eager_forward', 'Traffic', 'ordered', 'Runtime',
+           'grouped_forward', 'ExpertParam', 'InOrder', 'eager_forward', 'Traffic', 'ordered', 'Runtime', 'ForwardOnly',
            'expertflow_experts', 'strip', 'attach', 'offloaded']
 
 # %% ../nbs/10_runtime.ipynb #f82d945b
@@ -580,16 +580,29 @@ def _own_kernel_everywhere(store: ExpertStore) -> bool:
     shapes = {(f.shape, f.dtype) for lay in store.layout.values() for f in lay.fields.values() if len(f.shape) == 2}
     return all(prefer_own_kernel(shape, dtype) for shape, dtype in shapes)
 
-# %% ../nbs/10_runtime.ipynb #552a59e5
+# %% ../nbs/10_runtime.ipynb #b2dda3a7
+class ForwardOnly(torch.autograd.Function):
+    "Passes the experts' output on; refuses to go back through it."
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, out: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise ExpertFlowError("no gradient through offloaded experts: they are for inference; train the resident model")
+
+# %% ../nbs/10_runtime.ipynb #3a9870a5
 def expertflow_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     "Experts implementation `expertflow`: hidden [N, H], index and weights [N, K] -> [N, H]."
     rt, layer = self._expertflow
     if rt.closed:
         raise ExpertFlowError("this model has been closed; load it again to use it")
-    if hidden_states.requires_grad:
-        raise ExpertFlowError("offloaded experts are for inference: run under torch.no_grad(), or train the resident model")
-    forward = grouped_forward if rt.mode == "grouped_mm" else eager_forward
-    return forward(rt, layer, self, hidden_states, top_k_index, top_k_weights)
+    in_registry = hasattr(type(self).forward, "__wrapped__")
+    forward = grouped_forward if rt.mode == "grouped_mm" and in_registry else eager_forward
+    with torch.no_grad():
+        out = forward(rt, layer, self, hidden_states, top_k_index, top_k_weights)
+    return ForwardOnly.apply(hidden_states, out) if torch.is_grad_enabled() and hidden_states.requires_grad else out
 
 for table in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS):
     type(table).register("expertflow", expertflow_experts)
@@ -623,8 +636,7 @@ class _Outside:
         self.module = module
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        rt, layer = self.module._expertflow
-        return eager_forward(rt, layer, self.module, hidden, index, weights)
+        return expertflow_experts(self.module, hidden, index, weights)
 
 # %% ../nbs/10_runtime.ipynb #18a6b226
 def _refuse(what: str, instead: str) -> Callable:
