@@ -206,8 +206,9 @@ def test_file_then_overrides(tmp_path):
 
 
 BROKEN = {
-    "a.json": [('{\n "batch": 3\n "context": 4}', "line 3: not valid JSON"), ("", "line 1: not valid JSON"), ("[1]", "holds a list"),
-               ('{"batch": 3, "batch": 4}', "'batch' occurs twice"), ('{"eviction_threshold": NaN}', "eviction_threshold=nan"),
+    "a.json": [('{\n "batch": 3\n "context": 4}', "line 3: not valid JSON"), ("", "line 1: not valid JSON"),
+               ("[1]", "holds a list"), ('{"batch": 3, "batch": 4}', "'batch' occurs twice"),
+               ('{"eviction_threshold": NaN}', "eviction_threshold=nan"),
                ('{"batches": 3}', "did you mean 'batch'?"), ("[" * 100_000, "nested too deeply")],
     "a.toml": [("batch = 3\n\ncontext = = 4\n", "line 3: not valid TOML"), ("batch = 3\nbatch = 4\n", "line 2: not valid TOML"),
                ('batch = 3\ndtype = "f', "line 2: not valid TOML"), ("batch = true", "batch=True: must be a whole number"),
