@@ -1,4 +1,5 @@
 "No fact is written twice, and what is built contains what is needed."
+import ast
 import configparser
 import importlib.metadata
 import re
@@ -119,6 +120,17 @@ def test_environment_has_what_settings_ask_for():
 def test_build_backend_is_the_one_in_the_development_requirements():
     backend, = project["build-system"]["requires"]
     assert backend in facts["dev_requirements"].split()
+
+
+def test_modules_import_only_what_is_required():
+    known = {n.replace("-", "_") for n in (*required("requirements"), "huggingface-hub", "tokenizers")} | {"expertflow"}
+    for path in (REPO / "expertflow").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import): names = [a.name for a in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level: names = [node.module]
+            else: continue
+            unknown = {n.split(".")[0] for n in names} - known - sys.stdlib_module_names
+            assert not unknown, f"{path.name} imports {unknown}, which settings.ini does not require"
 
 
 # one command for people and machines
