@@ -173,6 +173,13 @@ def _read_json(file: Path) -> dict[str, Any]:
     return data
 
 
+def _inside(name: Any) -> bool:
+    """Whether an index entry names a safetensors file in its own directory."""
+    if not isinstance(name, str) or not name.endswith(".safetensors"):
+        return False
+    return not Path(name).is_absolute() and ".." not in Path(name).parts
+
+
 def find_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
     """The safetensors files of the checkpoint in `folder`, and the index's name -> file map where it has one."""
     if (folder / "model.safetensors").exists():
@@ -183,6 +190,8 @@ def find_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise _damaged(index, "has no weight_map")
+    if odd := [f for f in weight_map.values() if not _inside(f)]:
+        raise _damaged(index, f"names {odd[0]!r}, which is not a .safetensors file of this directory")
     files = sorted(set(weight_map.values()))
     missing = [f for f in files if not (folder / f).exists()]
     if missing:
@@ -741,7 +750,7 @@ class Caster:
             return dtype
         if hasattr(self.quantiser, "get_new_dtype"):
             return self.quantiser.get_new_dtype(source.converter, SimpleNamespace(get_dtype=lambda: raw), dtype)
-        # before transformers 5.20 or so: a renamed or packed tensor is left to the dequantiser
+        # older versions: a renamed or packed tensor is left to the dequantiser
         renamed = any(name != source.name for items in source.parts.values() for name, _ in items)
         return None if renamed or not raw.startswith(("F", "BF")) else dtype
 

@@ -22,7 +22,7 @@ PER_EXPERT_FP8 = ["deepseek_v3", "qwen3_moe", "mixtral", "glm4_moe", "minimax_m2
 
 def families():
     return [
-        pytest.param(f, marks=pytest.mark.skipif(VERSION < NEEDS.get(f, (0,)), reason="needs a newer transformers"))
+        pytest.param(f, marks=pytest.mark.skipif(NEEDS.get(f, (0,)) > VERSION, reason="needs a newer transformers"))
         for f in sorted(FAMILIES)
     ]
 
@@ -111,6 +111,7 @@ def test_other_dtype(family, on_disk, wanted, tmp_path):
     assert not store.is_fast(0)
 
 
+@pytest.mark.skipif(VERSION < (5, 17), reason="transformers 5.16 itself fails to load FP8 experts (NoneType has no 'get')")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("family", PER_EXPERT_FP8)
 def test_fp8(family, dtype, tmp_path):
