@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = ['BITS', 'ALIGN', 'TensorRef', 'Stamp', 'read_header', 'find_files', 'Checkpoint', 'fingerprint', 'for_transformers',
-           'quantisation', 'check_supported', 'has_experts', 'find_experts', 'Field', 'SlotLayout', 'Source', 'NameMap',
-           'match', 'safetensors_dtypes', 'is_plain', 'check_plain', 'Run', 'merge', 'expert_runs', 'FileReader',
-           'read_run', 'StandIn', 'Caster', 'Converting', 'probe', 'check_source', 'LayerPlan', 'convert_into',
-           'read_expert', 'ExpertStore']
+           'quantisation', 'check_supported', 'unpacking', 'has_experts', 'find_experts', 'Field', 'SlotLayout',
+           'Source', 'NameMap', 'match', 'safetensors_dtypes', 'is_plain', 'check_plain', 'Run', 'merge', 'expert_runs',
+           'FileReader', 'read_run', 'StandIn', 'Caster', 'is_mxfp4', 'unpack_mxfp4', 'Converting', 'probe',
+           'check_source', 'LayerPlan', 'convert_into', 'read_expert', 'ExpertStore']
 
 # %% ../nbs/02_checkpoint.ipynb #043a134e
 # Bits per element of the dtypes that safetensors files can have.
@@ -319,7 +319,8 @@ def _as_dict(config: Any) -> dict[str, Any]:
 
 def quantisation(config: Any) -> str | None:
     """The quantisation method that the configuration declares, e.g. "fp8"; None without."""
-    quant = _as_dict(config).get("quantization_config")
+    conf = _as_dict(config)
+    quant = conf.get("quantization_config") or _as_dict(conf.get("text_config") or {}).get("quantization_config")
     if quant is None:
         return None
     quant = quant if isinstance(quant, Mapping) else quant.to_dict()
@@ -343,6 +344,25 @@ def check_supported(config: Any) -> None:
         )
     if not isinstance(config, Mapping) and not has_experts(conf):
         raise UnsupportedModelError(f"{kind} has no routed experts; use transformers directly")
+
+
+def unpacking(config: Any) -> dict[str, Any]:
+    """What `from_pretrained` must be told so that it unpacks a quantised checkpoint instead of computing in its format."""
+    method = quantisation(config)
+    if method == "fp8":
+        from transformers import FineGrainedFP8Config
+        from transformers.integrations.finegrained_fp8 import FP8Experts
+
+        # transformers 5.16 looks every implementation up here, and trips over those that it does not find
+        if hasattr(FP8Experts, "_impl_tp_layer_overrides"):
+            for name in (None, "expertflow"):
+                FP8Experts._impl_tp_layer_overrides.setdefault(name, {})
+        return {"quantization_config": FineGrainedFP8Config(dequantize=True)}
+    if method == "mxfp4":
+        from transformers import Mxfp4Config
+
+        return {"quantization_config": Mxfp4Config(dequantize=True)}
+    return {}
 
 
 def has_experts(conf: Mapping[str, Any]) -> bool:
@@ -754,7 +774,38 @@ class Caster:
         renamed = any(name != source.name for items in source.parts.values() for name, _ in items)
         return None if renamed or not raw.startswith(("F", "BF")) else dtype
 
-# %% ../nbs/02_checkpoint.ipynb #1f46e159
+# %% ../nbs/02_checkpoint.ipynb #32149dc2
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def is_mxfp4(source: Source) -> bool:
+    """Whether a parameter is MXFP4 blocks and scales of all experts, to be unpacked to bf16 or fp32, transposed."""
+    ops = [type(op).__name__ for op in source.converter.operations] if source.converter is not None else []
+    parts = [(p, items[0][1]) for p, items in source.parts.items()]
+    if ops != ["Mxfp4Dequantize"] or len(parts) != 2 or not all(map(source.stacked, source.parts)):
+        return False
+    if str(source.dtype) not in ("torch.bfloat16", "torch.float32"):
+        return False
+    (blocks_name, blocks), (scales_name, scales) = parts
+    named = blocks_name.endswith("_blocks") and scales_name.endswith("_scales")
+    return named and blocks.dtype == scales.dtype == "U8" and blocks.shape[:-1] == scales.shape
+
+
+def unpack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """`blocks` `[N, K/32, 16]` and `scales` `[N, K/32]`, both uint8, as weights `[K, N]`; None where a scale is extreme."""
+    import torch
+
+    low, high = map(int, scales.aminmax())
+    if low < 127 - 100 or high > 127 + 100:
+        return None
+    values, byte = torch.tensor(_E2M1, dtype=dtype), torch.arange(256)
+    pairs = torch.stack([values[byte & 15], values[byte >> 4]], dim=1)
+    words = pairs.view(torch.int32 if dtype.itemsize == 2 else torch.int64).flatten()
+    powers = torch.ldexp(torch.ones(256), byte - 127).to(dtype)
+    numbers = words[blocks.flatten().int()].view(dtype).view(*scales.shape, 2 * blocks.shape[-1])
+    return (numbers * powers[scales.int()].unsqueeze(-1)).flatten(1).t()
+
+# %% ../nbs/02_checkpoint.ipynb #d0412ec6
 class Converting:
     """Makes one expert's parameter with transformers' own converter; safe to call from several threads."""
 
@@ -762,6 +813,7 @@ class Converting:
         self.caster, self.reader, self.quantiser = Caster(load_config), reader, load_config.hf_quantizer
         self.model = StandIn(model, sources)
         self.dtypes = safetensors_dtypes()
+        self.table = True  # MXFP4 through a table, until `probe` finds that it differs
         self._mine = threading.local()  # converters hold state while they work: each thread has its own copies
 
     def _converter(self, converter: Any) -> Any:
@@ -778,14 +830,24 @@ class Converting:
         data = bytearray(nbytes)
         read_run(self.reader, Run(ref.file, offset, [(0, nbytes)]), memoryview(data))
         if ref.dtype not in self.dtypes:
-            raise UnsupportedModelError(f"{source.name} is stored as {ref.dtype}, which this version of torch does not know")
+            raise UnsupportedModelError(f"{source.name} is stored as {ref.dtype}, which this torch does not know; update it")
         tensor = torch.frombuffer(data, dtype=self.dtypes[ref.dtype]).view(shape)
         dtype = self.caster(source, ref.dtype)
         return tensor if dtype is None else tensor.to(dtype)
 
     def __call__(self, source: Source, expert: int) -> torch.Tensor:
         """One expert of a parameter, in the model's shape without the expert dimension."""
-        parts = {p: [self.raw(source, p, expert)] for p in source.parts}
+        parts = {p: self.raw(source, p, expert) for p in source.parts}
+        if self.table and is_mxfp4(source):
+            blocks, scales = (t[0] for t in parts.values())
+            out = unpack_mxfp4(blocks, scales, source.dtype)
+            if out is not None:
+                return out
+        return self.by_transformers(source, parts)
+
+    def by_transformers(self, source: Source, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """One expert of a parameter from its parts, with transformers' own code."""
+        parts = {p: [t] for p, t in tensors.items()}
         if source.converter is None:
             out = next(iter(parts.values()))[0]
         else:
@@ -800,6 +862,8 @@ class Converting:
 # %% ../nbs/02_checkpoint.ipynb #1992c7ec
 def probe(convert: Converting, sources: Iterable[Source]) -> dict[tuple[str, str], torch.dtype]:
     """The dtype of every source after conversion; one expert of each kind of source is converted to find out."""
+    import torch
+
     kinds: dict[Any, torch.dtype] = {}
     out = {}
     for s in sources:
@@ -807,7 +871,8 @@ def probe(convert: Converting, sources: Iterable[Source]) -> dict[tuple[str, str
         kind = (id(s.converter), s.shape, s.dtype, tuple(r[1:] for r in raws), convert.caster(s, raws[0][1]))
         if kind not in kinds:
             try:
-                made = convert(s, 0)
+                made = convert.by_transformers(s, {p: convert.raw(s, p, 0) for p in s.parts})
+                convert.table = convert.table and (not is_mxfp4(s) or torch.equal(convert(s, 0), made))
             except (UnsupportedModelError, LoadError):
                 raise
             except Exception as e:

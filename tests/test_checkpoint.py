@@ -33,6 +33,7 @@ from expertflow.checkpoint import (
     merge,
     read_header,
     read_run,
+    unpacking,
 )
 from expertflow.config import CheckpointError, LoadError, UnsupportedModelError
 from expertflow.testing import (
@@ -535,12 +536,10 @@ def test_many_threads(store):
 
 
 def test_many_threads_unpack_fp8(tmp_path):
-    from test_families_read import PER_EXPERT_FP8, VERSION, FineGrainedFP8Config, load
+    from test_families_read import PER_EXPERT_FP8, load
 
-    if VERSION < (5, 17):
-        pytest.skip("transformers 5.16 itself fails to load FP8 experts")
     path = write_checkpoint(PER_EXPERT_FP8[1], tmp_path, dtype="bfloat16", fp8=True)
-    _, store, _ = load(path, strip=True, dtype=torch.bfloat16, quantization_config=FineGrainedFP8Config(dequantize=True))
+    _, store, _ = load(path, strip=True, dtype=torch.bfloat16, **unpacking(AutoConfig.from_pretrained(path)))
     hammer(store, 8)
 
 
