@@ -76,18 +76,19 @@ class Room:
 
 def look_around(device: torch.device, reserve: int | None) -> Room:
     "Measures the device; `reserve` overrides the system part."
-    free, _ = device_memory(device)
+    free, total = device_memory(device)
     if device.type == "cpu":
         taken = rss() + _SYSTEM_CPU_EXTRA
-        return Room(rss() + int(0.9 * free), taken if reserve is None else reserve)
+        return Room(min(rss() + free, total), taken if reserve is None else reserve)
     return Room(free, _SYSTEM_ACCELERATOR if reserve is None else reserve)
 
 # %% ../nbs/10a_flow.ipynb #58ab2c54
 def plan_for(inv: Inventory, cfg: Config, room: Room, staging: int = 0) -> Plan:
     "The plan for a configuration; raises BudgetError, naming the smallest budget that works, if there is none."
     budget = cfg.gpu_budget
+    auto = room.available - (room.available - room.system) // 10  # leaves a tenth of what is free to others
     plan = make_plan(
-        inv, room.available if budget is None else budget, system=room.system, context=cfg.context, batch=cfg.batch,
+        inv, auto if budget is None else budget, system=room.system, context=cfg.context, batch=cfg.batch,
         prompt=cfg.token_block_size, available=room.available, staging=staging,
     ).check()
     if plan.nominal > room.available:
