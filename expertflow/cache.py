@@ -132,7 +132,7 @@ class ExpertCache(Residency):
         self.count.hits += len(hits)
         self.count.misses += len(misses)
         self.pins[[row[e] for e in hits]] += 1
-        self.evictor.observe(self.count.steps, np.array(hits + misses) + layer * self.E)
+        self.evictor.observe(self.count.steps, np.array(hits + misses, np.int64) + layer * self.E)
         return LayerStep(layer, hits, misses, set(hits), len(misses))
 
 # %% ../nbs/05_cache.ipynb #124e566d
@@ -163,8 +163,8 @@ def admit(cache: ExpertCache, step: LayerStep) -> list[Load]:
         else:
             break
         e = step.misses.pop(0)
+        cache.loading[slot], cache.pins[slot] = True, 1  # first: an owner whose slot is not loading has its bytes
         cache.take(step.layer, e, slot)
-        cache.loading[slot], cache.pins[slot] = True, 1
         step.pinned.add(e)
         cache.count.loads += 1
         loads.append(Load(step.layer, e, slot, gone))

@@ -135,3 +135,12 @@ def test_too_few_slots_for_a_fixed_order_says_so():
     assert isinstance(x, Load) and x.expert == 0
     with pytest.raises(RuntimeError, match="1 slots are too few"):
         steal(cache, s, keep=1)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_step_that_needs_no_expert(policy):
+    "longcat_flash has experts that do nothing; a token may pick only those."
+    cache = make({"policy": policy, "experts": 4, "layers": 2, "slots": 3, "threshold": 0.9, "warmup": 0})
+    step = cache.begin(0, [])
+    assert admit(cache, step) == [] and end(cache, step) == [] and not step.pinned
+    check(cache)
