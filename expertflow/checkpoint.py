@@ -14,8 +14,9 @@ import struct
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = ['BITS', 'ALIGN', 'TensorRef', 'Stamp', 'read_header', 'find_files', 'Checkpoint', 'fingerprint', 'for_transformers',
-           'quantisation', 'check_supported', 'unpacking', 'has_experts', 'find_experts', 'Field', 'SlotLayout',
+           'quantisation', 'has_experts', 'check_supported', 'unpacking', 'find_experts', 'Field', 'SlotLayout',
            'Source', 'NameMap', 'match', 'safetensors_dtypes', 'is_plain', 'check_plain', 'Run', 'merge', 'expert_runs',
-           'FileReader', 'read_run', 'StandIn', 'Caster', 'is_mxfp4', 'unpack_mxfp4', 'Converting', 'probe',
-           'check_source', 'LayerPlan', 'convert_into', 'read_expert', 'ExpertStore']
+           'check_unchanged', 'FileReader', 'read_run', 'StandIn', 'Caster', 'is_mxfp4', 'unpack_mxfp4', 'read_part',
+           'Converting', 'probe', 'check_source', 'LayerPlan', 'convert_into', 'read_expert', 'ExpertStore']
 
 # %% ../nbs/02_checkpoint.ipynb #043a134e
 # Bits per element of the dtypes that safetensors files can have.
@@ -131,7 +132,7 @@ def read_header(file: Path) -> tuple[dict[str, TensorRef], Stamp]:
         raise _damaged(file, f"{what}: {stamp.size:,} bytes instead of {at:,}")
     return refs, stamp
 
-# %% ../nbs/02_checkpoint.ipynb #c7c87baf
+# %% ../nbs/02_checkpoint.ipynb #f2580163
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 _NOT_MODEL = ("consolidated", "adapter", "optimizer", "training")
 _OTHER = ("*.bin", "*.pth", "*.pt", "*.gguf", "*.npz", "*.h5", "*.msgpack", "*.onnx")
@@ -143,6 +144,18 @@ def _no_weights(folder: Path) -> CheckpointError:
         return CheckpointError(f"{folder}: no .safetensors file, only {other[0]}; convert the weights to safetensors")
     return CheckpointError(f"{folder}: no .safetensors file in it; give the directory of a complete checkpoint")
 
+# %% ../nbs/02_checkpoint.ipynb #fa6e7500
+def _numbered(folder: Path, found: list[re.Match[str]]) -> list[Path]:
+    """All of `model-00001-of-00007.safetensors` …, where `found` are those that are there."""
+    total = int(found[0][3])
+    have = {m[0] for m in found}
+    want = [f"{found[0][1]}-{i:05d}-of-{total:05d}.safetensors" for i in range(1, total + 1)]
+    missing = [w for w in want if w not in have]
+    if missing or len(have) != total:
+        lost = f"{missing[0]} is missing" if missing else "files of different checkpoints are mixed"
+        raise CheckpointError(f"{folder}: {len(have)} of {total} shards, {lost}; download it again")
+    return [folder / w for w in want]
+
 
 def _loose_files(folder: Path) -> list[Path]:
     """The model's files in a directory without index."""
@@ -150,18 +163,9 @@ def _loose_files(folder: Path) -> list[Path]:
     if not files:
         raise _no_weights(folder)
     numbered = [m for f in files if (m := _SHARD.fullmatch(f.name))]
-    if not numbered:
-        return files
-    total = int(numbered[0][3])
-    have = {m[0] for m in numbered}
-    want = [f"{numbered[0][1]}-{i:05d}-of-{total:05d}.safetensors" for i in range(1, total + 1)]
-    missing = [w for w in want if w not in have]
-    if missing or len(have) != total:
-        lost = f"{missing[0]} is missing" if missing else "files of different checkpoints are mixed"
-        raise CheckpointError(f"{folder}: {len(have)} of {total} shards, {lost}; download it again")
-    return [folder / w for w in want]
+    return _numbered(folder, numbered) if numbered else files
 
-# %% ../nbs/02_checkpoint.ipynb #5d27c423
+# %% ../nbs/02_checkpoint.ipynb #6e694dcf
 def _read_json(file: Path) -> dict[str, Any]:
     """A JSON object from a file of the checkpoint."""
     try:
@@ -179,7 +183,7 @@ def _inside(name: Any) -> bool:
         return False
     return not Path(name).is_absolute() and ".." not in Path(name).parts
 
-
+# %% ../nbs/02_checkpoint.ipynb #6e288558
 def find_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
     """The safetensors files of the checkpoint in `folder`, and the index's name -> file map where it has one."""
     if (folder / "model.safetensors").exists():
@@ -258,8 +262,8 @@ class Checkpoint:
         """16 hex digits that tell this model from another, a fine-tuned sibling included; copies have the same."""
         return fingerprint(self)
 
-    def for_transformers(self) -> Any:
-        """Context manager: a directory from which transformers' `from_pretrained` loads, whether there is an index or not."""
+    def for_transformers(self) -> AbstractContextManager[Path]:
+        """A directory from which transformers' `from_pretrained` loads, whether there is an index or not."""
         return for_transformers(self)
 
 # %% ../nbs/02_checkpoint.ipynb #33221d24
@@ -327,6 +331,15 @@ def quantisation(config: Any) -> str | None:
     method = quant.get("quant_method")
     return str(getattr(method, "value", method))
 
+
+def has_experts(conf: Mapping[str, Any]) -> bool:
+    """Whether a complete configuration, or one that it contains, speaks of several experts."""
+    return any(
+        (isinstance(v, int) and v > 1 and _EXPERT_COUNT.fullmatch(k) is not None)
+        or (isinstance(v, Mapping) and has_experts(v))
+        for k, v in conf.items()
+    )
+
 # %% ../nbs/02_checkpoint.ipynb #746735c4
 def check_supported(config: Any) -> None:
     """`UnsupportedModelError` when this model (config.json as a dictionary, or a `PretrainedConfig`) cannot be paged."""
@@ -345,7 +358,7 @@ def check_supported(config: Any) -> None:
     if not isinstance(config, Mapping) and not has_experts(conf):
         raise UnsupportedModelError(f"{kind} has no routed experts; use transformers directly")
 
-
+# %% ../nbs/02_checkpoint.ipynb #f053a791
 def unpacking(config: Any) -> dict[str, Any]:
     """What `from_pretrained` must be told so that it unpacks a quantised checkpoint instead of computing in its format."""
     method = quantisation(config)
@@ -363,15 +376,6 @@ def unpacking(config: Any) -> dict[str, Any]:
 
         return {"quantization_config": Mxfp4Config(dequantize=True)}
     return {}
-
-
-def has_experts(conf: Mapping[str, Any]) -> bool:
-    """Whether a complete configuration, or one that it contains, speaks of several experts."""
-    return any(
-        (isinstance(v, int) and v > 1 and _EXPERT_COUNT.fullmatch(k) is not None)
-        or (isinstance(v, Mapping) and has_experts(v))
-        for k, v in conf.items()
-    )
 
 # %% ../nbs/02_checkpoint.ipynb #9f8aa5ae
 def find_experts(model: torch.nn.Module) -> dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]:
@@ -448,7 +452,7 @@ class Source:
         """Whether one tensor on disk has all experts."""
         return "*" not in pattern and len(self.parts[pattern]) == 1
 
-# %% ../nbs/02_checkpoint.ipynb #983067d6
+# %% ../nbs/02_checkpoint.ipynb #8081c67a
 _EXPERT_NO = re.compile(r"experts?\.(\d+)(?=\.|$)")
 _ALIEN = "config and weights do not belong together, download the checkpoint again"
 
@@ -464,7 +468,7 @@ def _listed(names: Iterable[str]) -> str:
     some = sorted(names)
     return ", ".join(some[:3]) + (f" and {len(some) - 3} more" if len(some) > 3 else "")
 
-
+# %% ../nbs/02_checkpoint.ipynb #5170d265
 def _in_order(source: Source, pattern: str) -> None:
     """Check that the per-expert tensors of a part are those of expert 0, 1, 2 … and put them in this order."""
     items = source.parts[pattern]
@@ -526,6 +530,7 @@ def match(model: Any, ckpt: Checkpoint, load_config: Any) -> tuple[dict[tuple[st
         raise CheckpointError(f"expert tensors are missing: nothing in the checkpoint is {_listed(lost)}; download it again")
     for source in sources.values():
         _complete(source)
+        check_source(source)
     return sources, used
 
 # %% ../nbs/02_checkpoint.ipynb #e731037c
@@ -551,6 +556,7 @@ def _complete(source: Source) -> None:
             _in_order(source, pattern)
 
 # %% ../nbs/02_checkpoint.ipynb #01bc18f6
+@cache
 def safetensors_dtypes() -> dict[str, torch.dtype]:
     """torch's dtypes by the names that safetensors gives them."""
     import torch
@@ -623,7 +629,7 @@ def merge(segments: Iterable[tuple[Path, int, int, int]]) -> list[Run]:
             last.pieces.append((slot, nbytes))
     return runs
 
-
+# %% ../nbs/02_checkpoint.ipynb #9aa03133
 def expert_runs(sources: Iterable[Source], layout: SlotLayout, expert: int) -> list[Run]:
     """What to read for one expert whose sources are all plain."""
     segments = []
@@ -635,52 +641,51 @@ def expert_runs(sources: Iterable[Source], layout: SlotLayout, expert: int) -> l
             at += nbytes
     return merge(segments)
 
-# %% ../nbs/02_checkpoint.ipynb #b487e2bb
+# %% ../nbs/02_checkpoint.ipynb #3a1ad015
+def check_unchanged(file: Path, stamp: Stamp) -> None:
+    """`CheckpointError` unless the file is the one that was indexed."""
+    try:
+        now = Stamp.of(os.stat(file))
+    except OSError as e:
+        raise CheckpointError(f"{file}: changed while in use ({e.strerror}); restore it and load the model again") from e
+    if now != stamp:
+        what = f"{stamp.size:,} bytes before, {now.size:,} now" if stamp.size != now.size else "it was written again"
+        raise CheckpointError(f"{file}: changed while in use ({what}); load the model again")
+
+# %% ../nbs/02_checkpoint.ipynb #86367106
 class FileReader:
-    """Positioned reads from the files of a checkpoint, by many threads; refuses files that have changed."""
+    """Open files of a checkpoint, for positioned reads by many threads."""
 
     def __init__(self, stamps: Mapping[Path, Stamp]) -> None:
-        self._stamps = dict(stamps)
+        self.stamps = dict(stamps)
         self._lock, self._active, self._closed = threading.Lock(), 0, False
         self._fds: dict[Path, int] = {}
+        flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
         try:
-            for file in self._stamps:
-                self._fds[file] = os.open(file, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0))
-        except OSError as e:
+            for file, stamp in self.stamps.items():
+                self._fds[file] = os.open(file, flags)
+                check_unchanged(file, stamp)
+        except BaseException as e:
             self.close()
-            raise CheckpointError(f"{file}: cannot be opened: {e.strerror}; check the path and its permissions") from e
-
-    def check(self, file: Path) -> None:
-        """`CheckpointError` unless the file is the one that was indexed."""
-        try:
-            now = Stamp.of(os.stat(file))
-        except OSError as e:
-            raise CheckpointError(f"{file}: changed while in use ({e.strerror}); restore it and load the model again") from e
-        if now != self._stamps[file]:
-            old = self._stamps[file]
-            what = f"{old.size:,} bytes before, {now.size:,} now" if old.size != now.size else "it was written again"
-            raise CheckpointError(f"{file}: changed while in use ({what}); load the model again")
+            if isinstance(e, OSError):
+                raise CheckpointError(f"{file}: cannot be opened: {e.strerror}; check its permissions") from e
+            raise
 
     @contextmanager
-    def using(self) -> Iterator[None]:
-        """Keeps the descriptors open while inside."""
+    def using(self, files: Iterable[Path]) -> Iterator[Mapping[Path, int]]:
+        """The descriptors by file, open while inside; `CheckpointError` when one of `files` has changed."""
         with self._lock:
             if self._closed:
                 raise LoadError("the expert store is closed; load the model again")
             self._active += 1
         try:
-            yield
+            for file in files:
+                check_unchanged(file, self.stamps[file])
+            yield self._fds
         finally:
             with self._lock:
                 self._active -= 1
             self._close_if_idle()
-
-    def fd(self, file: Path) -> int:
-        return self._fds[file]
-
-    def check_all(self) -> None:
-        for file in self._stamps:
-            self.check(file)
 
     def close(self) -> None:
         """Close the files, at once or when the last reader is out; twice is fine."""
@@ -695,7 +700,7 @@ class FileReader:
         for fd in fds.values():
             os.close(fd)
 
-# %% ../nbs/02_checkpoint.ipynb #57b5cbed
+# %% ../nbs/02_checkpoint.ipynb #4beca073
 _NO_PREADV_LOCK = threading.Lock()
 
 
@@ -709,14 +714,14 @@ def _read_some(fd: int, buffers: list[memoryview], offset: int) -> int:
     buffers[0][: len(data)] = data
     return len(data)
 
-
-def read_run(reader: FileReader, run: Run, buf: memoryview) -> int:
+# %% ../nbs/02_checkpoint.ipynb #c57a580e
+def read_run(fds: Mapping[Path, int], run: Run, buf: memoryview) -> int:
     """Read a run into the slot `buf`; bytes read. `LoadError` names the file when it ends early or the disk fails."""
     todo = [buf[at : at + n] for at, n in run.pieces if n]
     offset = run.offset
     while todo:
         try:
-            got = _read_some(reader.fd(run.file), todo, offset)
+            got = _read_some(fds[run.file], todo, offset)
         except OSError as e:
             raise LoadError(f"{run.file}: {e.strerror or e} at byte {offset:,}") from e
         if got <= 0:
@@ -805,16 +810,30 @@ def unpack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype)
     numbers = words[blocks.flatten().int()].view(dtype).view(*scales.shape, 2 * blocks.shape[-1])
     return (numbers * powers[scales.int()].unsqueeze(-1)).flatten(1).t()
 
-# %% ../nbs/02_checkpoint.ipynb #d0412ec6
+# %% ../nbs/02_checkpoint.ipynb #7dc7ac67
+def read_part(fds: Mapping[Path, int], source: Source, pattern: str, expert: int, cast: Caster) -> torch.Tensor:
+    """One expert's share of a part, as stored (with a leading 1 when it is cut from all experts), then cast."""
+    import torch
+
+    ref, offset, nbytes, shape = source.part(pattern, expert)
+    known = safetensors_dtypes()
+    if ref.dtype not in known:
+        raise UnsupportedModelError(f"{source.name} is stored as {ref.dtype}, which this torch does not know; update it")
+    data = bytearray(nbytes)
+    read_run(fds, Run(ref.file, offset, [(0, nbytes)]), memoryview(data))
+    tensor = torch.frombuffer(data, dtype=known[ref.dtype]).view(shape)
+    dtype = cast(source, ref.dtype)
+    return tensor if dtype is None else tensor.to(dtype)
+
+# %% ../nbs/02_checkpoint.ipynb #e98cf3f9
 class Converting:
     """Makes one expert's parameter with transformers' own converter; safe to call from several threads."""
 
-    def __init__(self, model: Any, load_config: Any, sources: Iterable[Source], reader: FileReader) -> None:
-        self.caster, self.reader, self.quantiser = Caster(load_config), reader, load_config.hf_quantizer
+    def __init__(self, model: Any, load_config: Any, sources: Iterable[Source]) -> None:
+        self.cast, self.quantiser = Caster(load_config), load_config.hf_quantizer
         self.model = StandIn(model, sources)
-        self.dtypes = safetensors_dtypes()
         self.table = True  # MXFP4 through a table, until `probe` finds that it differs
-        self._mine = threading.local()  # converters hold state while they work: each thread has its own copies
+        self._mine = threading.local()
 
     def _converter(self, converter: Any) -> Any:
         own = self._mine.__dict__.setdefault("converters", {})
@@ -822,66 +841,61 @@ class Converting:
             own[id(converter)] = copy.deepcopy(converter)
         return own[id(converter)]
 
-    def raw(self, source: Source, pattern: str, expert: int) -> torch.Tensor:
-        """One expert's share of a part, as stored, cast as transformers would."""
-        import torch
+    def parts(self, fds: Mapping[Path, int], source: Source, expert: int) -> dict[str, torch.Tensor]:
+        """What the converter starts from."""
+        return {p: read_part(fds, source, p, expert, self.cast) for p in source.parts}
 
-        ref, offset, nbytes, shape = source.part(pattern, expert)
-        data = bytearray(nbytes)
-        read_run(self.reader, Run(ref.file, offset, [(0, nbytes)]), memoryview(data))
-        if ref.dtype not in self.dtypes:
-            raise UnsupportedModelError(f"{source.name} is stored as {ref.dtype}, which this torch does not know; update it")
-        tensor = torch.frombuffer(data, dtype=self.dtypes[ref.dtype]).view(shape)
-        dtype = self.caster(source, ref.dtype)
-        return tensor if dtype is None else tensor.to(dtype)
+    def by_table(self, source: Source, parts: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """An MXFP4 parameter, where that is allowed."""
+        if not self.table or not is_mxfp4(source):
+            return None
+        blocks, scales = (t[0] for t in parts.values())
+        return unpack_mxfp4(blocks, scales, source.dtype)
 
-    def __call__(self, source: Source, expert: int) -> torch.Tensor:
-        """One expert of a parameter, in the model's shape without the expert dimension."""
-        parts = {p: self.raw(source, p, expert) for p in source.parts}
-        if self.table and is_mxfp4(source):
-            blocks, scales = (t[0] for t in parts.values())
-            out = unpack_mxfp4(blocks, scales, source.dtype)
-            if out is not None:
-                return out
-        return self.by_transformers(source, parts)
-
-    def by_transformers(self, source: Source, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """One expert of a parameter from its parts, with transformers' own code."""
-        parts = {p: [t] for p, t in tensors.items()}
+    def by_transformers(self, source: Source, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Any parameter, in the model's shape without the expert dimension."""
         if source.converter is None:
-            out = next(iter(parts.values()))[0]
+            out = next(iter(parts.values()))
         else:
             conv = self._converter(source.converter)
             conv.collected_tensors.clear()
-            conv.collected_tensors.update(parts)
+            conv.collected_tensors.update({p: [t] for p, t in parts.items()})
             made = conv.convert(source.name, model=self.model, config=self.model.config, hf_quantizer=self.quantiser)
             out = made[source.name] if source.name in made else next(iter(made.values()))
             out = out[0] if isinstance(out, list) else out
         return out[0] if out.ndim == len(source.shape) and out.shape[0] == 1 else out
 
 # %% ../nbs/02_checkpoint.ipynb #1992c7ec
-def probe(convert: Converting, sources: Iterable[Source]) -> dict[tuple[str, str], torch.dtype]:
-    """The dtype of every source after conversion; one expert of each kind of source is converted to find out."""
+def _try_one(convert: Converting, fds: Mapping[Path, int], source: Source) -> torch.dtype:
+    """The dtype of a converted source; expert 0 is converted to find out."""
     import torch
 
+    try:
+        parts = convert.parts(fds, source, 0)
+        made = convert.by_transformers(source, parts)
+        ours = convert.by_table(source, parts)
+    except (UnsupportedModelError, LoadError):
+        raise
+    except Exception as e:
+        raise UnsupportedModelError(f"{source.name} cannot be made for one expert alone ({type(e).__name__}: {e})") from e
+    if tuple(made.shape) != source.shape[1:]:
+        got, want = list(made.shape), list(source.shape[1:])
+        raise CheckpointError(f"{source.name}: shape {got} per expert where the model needs {want}; {_ALIEN}")
+    convert.table = convert.table and (ours is None or torch.equal(ours, made))
+    return made.dtype
+
+
+def probe(convert: Converting, reader: FileReader, sources: Iterable[Source]) -> dict[tuple[str, str], torch.dtype]:
+    """The dtype of every source after conversion, from one expert of each kind of source."""
     kinds: dict[Any, torch.dtype] = {}
     out = {}
-    for s in sources:
-        raws = tuple((p, items[0][1].dtype, items[0][1].shape) for p, items in s.parts.items())
-        kind = (id(s.converter), s.shape, s.dtype, tuple(r[1:] for r in raws), convert.caster(s, raws[0][1]))
-        if kind not in kinds:
-            try:
-                made = convert.by_transformers(s, {p: convert.raw(s, p, 0) for p in s.parts})
-                convert.table = convert.table and (not is_mxfp4(s) or torch.equal(convert(s, 0), made))
-            except (UnsupportedModelError, LoadError):
-                raise
-            except Exception as e:
-                raise UnsupportedModelError(f"{s.name} cannot be made for one expert alone ({type(e).__name__}: {e})") from e
-            if tuple(made.shape) != s.shape[1:]:
-                got, want = list(made.shape), list(s.shape[1:])
-                raise CheckpointError(f"{s.name}: shape {got} per expert where the model needs {want}; {_ALIEN}")
-            kinds[kind] = made.dtype
-        out[s.layer, s.param] = kinds[kind]
+    with reader.using(()) as fds:
+        for s in sources:
+            raws = tuple((items[0][1].dtype, items[0][1].shape) for items in s.parts.values())
+            kind = (id(s.converter), s.shape, s.dtype, raws, convert.cast(s, raws[0][0]))
+            if kind not in kinds:
+                kinds[kind] = _try_one(convert, fds, s)
+            out[s.layer, s.param] = kinds[kind]
     return out
 
 # %% ../nbs/02_checkpoint.ipynb #96f5582a
@@ -940,14 +954,18 @@ class LayerPlan:
         """Bytes that reading an expert takes from the files."""
         return sum(s.part(p, expert)[2] for s in self.sources for p in s.parts)
 
-# %% ../nbs/02_checkpoint.ipynb #e3bc80d5
-def convert_into(plan: LayerPlan, convert: Converting, expert: int, buf: memoryview) -> int:
+# %% ../nbs/02_checkpoint.ipynb #0bef6b6b
+def convert_into(
+    plan: LayerPlan, convert: Converting, fds: Mapping[Path, int], expert: int, buf: memoryview
+) -> int:
     """The long way into a slot; bytes read from the files."""
     import torch
 
     views = plan.layout.views(torch.frombuffer(buf, dtype=torch.uint8))
     for source in plan.sources:
-        views[source.param].copy_(convert(source, expert))
+        parts = convert.parts(fds, source, expert)
+        made = convert.by_table(source, parts)
+        views[source.param].copy_(convert.by_transformers(source, parts) if made is None else made)
     return plan.disk_bytes(expert)
 
 
@@ -959,19 +977,29 @@ def read_expert(plan: LayerPlan, reader: FileReader, convert: Converting, expert
     if buf.readonly or buf.nbytes < plan.layout.nbytes:
         raise ValueError(f"{where}: needs a slot of {plan.layout.nbytes} writable bytes, not {buf.nbytes}")
     flat = buf.cast("B") if buf.format != "B" or buf.ndim != 1 else buf
-    with reader.using():
-        for file in plan.files(expert):
-            reader.check(file)
+    with reader.using(plan.files(expert)) as fds:
         try:
             if plan.fast:
-                return sum(read_run(reader, run, flat) for run in plan.runs(expert))
-            return convert_into(plan, convert, expert, flat)
+                return sum(read_run(fds, run, flat) for run in plan.runs(expert))
+            return convert_into(plan, convert, fds, expert, flat)
         except LoadError as e:
             raise LoadError(f"{e}, while reading {where}; check the disk") from e
         except RuntimeError as e:
             raise LoadError(f"{where} could not be unpacked ({e}); check the checkpoint") from e
 
-# %% ../nbs/02_checkpoint.ipynb #79a7e07f
+# %% ../nbs/02_checkpoint.ipynb #2100d98f
+def _spellings(sources: Iterable[Source], prefix: str) -> set[str]:
+    """Names of the experts' parameters, with and without the base model's prefix: what a loader may call unexpected."""
+    names = {s.name for s in sources}
+    return names | {n.removeprefix(prefix + ".") for n in names} | {f"{prefix}.{n}" for n in names}
+
+
+def _open_files(sources: Iterable[Source], checkpoint: Checkpoint) -> FileReader:
+    """The files that have experts in them, opened."""
+    files = {ref.file for s in sources for items in s.parts.values() for _, ref in items}
+    return FileReader({f: checkpoint.stamps[f] for f in checkpoint.files if f in files})
+
+# %% ../nbs/02_checkpoint.ipynb #9dc931ff
 class ExpertStore:
     """Reads any expert of a model from its checkpoint into a slot; layers are counted among the layers with experts."""
 
@@ -980,19 +1008,16 @@ class ExpertStore:
         if not experts:
             raise _no_experts(model)
         sources, self.expert_keys = match(model, checkpoint, load_config)
-        for s in sources.values():
-            check_source(s)
-        self.checkpoint = checkpoint
-        self.expert_targets: set[str] = _spellings(sources.values(), model.base_model_prefix)
-        files = {ref.file for s in sources.values() for items in s.parts.values() for _, ref in items}
-        self._reader = FileReader({f: checkpoint.stamps[f] for f in checkpoint.files if f in files})
+        self.expert_targets = _spellings(sources.values(), model.base_model_prefix)
+        self._convert = Converting(model, load_config, sources.values())
+        self._reader = _open_files(sources.values(), checkpoint)
         try:
-            self._reader.check_all()
-            self._convert = Converting(model, load_config, sources.values(), self._reader)
-            self._plans = _plans(experts, sources, probe(self._convert, sources.values()))
+            dtypes = probe(self._convert, self._reader, sources.values())
         except BaseException:
             self.close()
             raise
+        groups = [[sources[layer, p] for p in params] for layer, params in experts.items()]
+        self._plans = [LayerPlan(group, {s.param: dtypes[s.layer, s.param] for s in group}) for group in groups]
         self.layers: list[str] = list(experts)  # names of the experts modules, in forward order
         self.num_experts: list[int] = [p.num_experts for p in self._plans]
         self.layout: dict[str, SlotLayout] = {p.name: p.layout for p in self._plans}
@@ -1007,7 +1032,7 @@ class ExpertStore:
         return self._plans[layer].disk_bytes(expert)
 
     def views(self, layer: int, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The parameters of an expert of `layer` in the slot `flat` (uint8 `[slot_bytes]`), without copying."""
+        """The parameters of an expert in the slot `flat` (uint8 `[slot_bytes]`), without copying."""
         return self._plans[layer].layout.views(flat)
 
     def read_into(self, layer: int, expert: int, buf: memoryview) -> int:
@@ -1017,21 +1042,3 @@ class ExpertStore:
     def close(self) -> None:
         """Close the files, once nobody reads; reads from then on raise `LoadError`."""
         self._reader.close()
-
-# %% ../nbs/02_checkpoint.ipynb #8f3c7f70
-def _spellings(sources: Iterable[Source], prefix: str) -> set[str]:
-    """Model names of the experts' parameters, with and without the base model's prefix: what a loader may call unexpected."""
-    names = {s.name for s in sources}
-    return names | {n.removeprefix(prefix + ".") for n in names} | {f"{prefix}.{n}" for n in names}
-
-
-def _plans(
-    experts: Mapping[str, Mapping[str, Any]],
-    sources: Mapping[tuple[str, str], Source],
-    dtypes: Mapping[tuple[str, str], torch.dtype],
-) -> list[LayerPlan]:
-    """One plan per experts module, in the model's order."""
-    return [
-        LayerPlan([sources[layer, p] for p in params], {p: dtypes[layer, p] for p in params})
-        for layer, params in experts.items()
-    ]
