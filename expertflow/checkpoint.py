@@ -299,7 +299,7 @@ def for_transformers(ckpt: Checkpoint) -> Iterator[Path]:
         Path(tmp, "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
         yield Path(tmp)
 
-# %% ../nbs/02_checkpoint.ipynb #e0cda2c8
+# %% ../nbs/02_checkpoint.ipynb #b73525f5
 _EVERY = "it runs every expert on every token"
 _ENCODER = "it is an encoder-decoder with capacity limits"
 _REFUSED: dict[str, str] = {
@@ -313,6 +313,8 @@ _REFUSED: dict[str, str] = {
     "doge": "its experts are rows of an embedding",
 }
 _QUANTS = ("fp8", "mxfp4")
+
+# %% ../nbs/02_checkpoint.ipynb #9b5f96fe
 _EXPERT_COUNT = re.compile(r"(num|n|moe_num)_(local_|routed_)?experts")
 
 
@@ -652,6 +654,15 @@ def check_unchanged(file: Path, stamp: Stamp) -> None:
         what = f"{stamp.size:,} bytes before, {now.size:,} now" if stamp.size != now.size else "it was written again"
         raise CheckpointError(f"{file}: changed while in use ({what}); load the model again")
 
+
+def _open(file: Path, stamp: Stamp) -> int:
+    """A descriptor of the file that was indexed."""
+    check_unchanged(file, stamp)
+    try:
+        return os.open(file, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0))
+    except OSError as e:
+        raise CheckpointError(f"{file}: cannot be opened: {e.strerror}; check its permissions") from e
+
 # %% ../nbs/02_checkpoint.ipynb #86367106
 class FileReader:
     """Open files of a checkpoint, for positioned reads by many threads."""
@@ -660,15 +671,11 @@ class FileReader:
         self.stamps = dict(stamps)
         self._lock, self._active, self._closed = threading.Lock(), 0, False
         self._fds: dict[Path, int] = {}
-        flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
         try:
             for file, stamp in self.stamps.items():
-                self._fds[file] = os.open(file, flags)
-                check_unchanged(file, stamp)
-        except BaseException as e:
+                self._fds[file] = _open(file, stamp)
+        except CheckpointError:
             self.close()
-            if isinstance(e, OSError):
-                raise CheckpointError(f"{file}: cannot be opened: {e.strerror}; check its permissions") from e
             raise
 
     @contextmanager
@@ -865,7 +872,7 @@ class Converting:
             out = out[0] if isinstance(out, list) else out
         return out[0] if out.ndim == len(source.shape) and out.shape[0] == 1 else out
 
-# %% ../nbs/02_checkpoint.ipynb #1992c7ec
+# %% ../nbs/02_checkpoint.ipynb #8b2df5b1
 def _try_one(convert: Converting, fds: Mapping[Path, int], source: Source) -> torch.dtype:
     """The dtype of a converted source; expert 0 is converted to find out."""
     import torch
@@ -884,7 +891,7 @@ def _try_one(convert: Converting, fds: Mapping[Path, int], source: Source) -> to
     convert.table = convert.table and (ours is None or torch.equal(ours, made))
     return made.dtype
 
-
+# %% ../nbs/02_checkpoint.ipynb #cba4dcce
 def probe(convert: Converting, reader: FileReader, sources: Iterable[Source]) -> dict[tuple[str, str], torch.dtype]:
     """The dtype of every source after conversion, from one expert of each kind of source."""
     kinds: dict[Any, torch.dtype] = {}
@@ -954,7 +961,7 @@ class LayerPlan:
         """Bytes that reading an expert takes from the files."""
         return sum(s.part(p, expert)[2] for s in self.sources for p in s.parts)
 
-# %% ../nbs/02_checkpoint.ipynb #0bef6b6b
+# %% ../nbs/02_checkpoint.ipynb #bc57ed0a
 def convert_into(
     plan: LayerPlan, convert: Converting, fds: Mapping[Path, int], expert: int, buf: memoryview
 ) -> int:
@@ -968,7 +975,7 @@ def convert_into(
         views[source.param].copy_(convert.by_transformers(source, parts) if made is None else made)
     return plan.disk_bytes(expert)
 
-
+# %% ../nbs/02_checkpoint.ipynb #9cb50320
 def read_expert(plan: LayerPlan, reader: FileReader, convert: Converting, expert: int, buf: memoryview) -> int:
     """Read one expert into the slot `buf`; bytes read from the files."""
     where = f"expert {expert} of {plan.name}"
