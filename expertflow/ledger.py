@@ -6,7 +6,7 @@
 __all__ = ['PARTS', 'Fields', 'FITS', 'OFFLOAD', 'CANNOT', 'part_of', 'Component', 'read_config', 'build_meta', 'in_memory',
            'on_disk', 'MoeLayer', 'Skeleton', 'KVLayer', 'cache_tensors', 'KVModel', 'kv_model', 'prefill_bytes',
            'workspace_bytes', 'Inventory', 'inventory', 'with_bits', 'Plan', 'bytes_per_token', 'check_plan',
-           'make_plan', 'Ledger', 'admit_kv', 'max_length']
+           'make_plan', 'Books', 'Ledger', 'admit_kv', 'max_length']
 
 # %% ../nbs/03_ledger.ipynb #1a72759a
 import json
@@ -72,7 +72,7 @@ def read_config(source: Any) -> Any: # a transformers config of the text model
     if not isinstance(kind, str): raise CheckpointError(f"{where}: names no model_type; is it the configuration of a model?")
     try: return AutoConfig.for_model(kind, **raw) if isinstance(source, Mapping) else AutoConfig.from_pretrained(where)
     except Exception as e:
-        raise UnsupportedModelError(f"{where}: transformers cannot read a configuration of type {kind!r}: {_brief(e)}") from e
+        raise UnsupportedModelError(f"{where}: transformers cannot read this configuration ({kind}): {_brief(e)}") from e
 
 
 def _brief(e: Exception) -> str:
@@ -108,7 +108,7 @@ def build_meta(config: Any, dtype: "torch.dtype") -> Any: # transformers.PreTrai
     try:
         with torch.device("meta"): return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     except Exception as e:
-        raise UnsupportedModelError(f"model_type {config.model_type!r} cannot be built from its configuration: {_brief(e)}") from e
+        raise UnsupportedModelError(f"{config.model_type} cannot be built from its configuration: {_brief(e)}") from e
 
 # %% ../nbs/03_ledger.ipynb #fec7d41a
 def in_memory(
@@ -661,15 +661,43 @@ def _plan_table(plan: Plan) -> str:
               f"  {'fully resident':<20}{fmt_bytes(plan.resident_budget, up=True):>10}"]
     return "\n".join(lines + [f"  note: {n}" for n in plan.notes])
 
-# %% ../nbs/03_ledger.ipynb #7751122c
-class Ledger:
-    "Named reservations per tier, never above the tier's capacity."
+# %% ../nbs/03_ledger.ipynb #9c209c7b
+class Books:
+    "Named amounts per tier, never above the tier's capacity, and the most that was ever taken."
 
     def __init__(self, capacity: Mapping[str, int]) -> None: # tier -> bytes
         self._capacity = {tier: _amount(f"capacity of {tier}", n) for tier, n in capacity.items()}
         self._books: dict[str, dict[str, int]] = {tier: {} for tier in capacity}
         self._peak = dict.fromkeys(capacity, 0)
         self._lock = threading.RLock()
+
+    def _tier(self, tier: str) -> dict[str, int]:
+        if tier not in self._books: raise ValueError(f"no tier {tier!r}; there are {', '.join(self._books)}")
+        return self._books[tier]
+
+    def _set(self, tier: str, name: str, nbytes: int) -> None:
+        book = self._tier(tier)
+        old = book.get(name, 0)
+        after = sum(book.values()) - old + _amount(name, nbytes)
+        if after > self._capacity[tier]: raise _does_not_fit(self, tier, name, nbytes, old)
+        book[name] = nbytes
+        self._peak[tier] = max(self._peak[tier], after)
+
+    def capacity(self, tier: str) -> int:
+        self._tier(tier)
+        return self._capacity[tier]
+    def used(self, tier: str) -> int:
+        with self._lock: return sum(self._tier(tier).values())
+    def free(self, tier: str) -> int:
+        with self._lock: return self.capacity(tier) - self.used(tier)
+    def peak(self, tier: str) -> int:
+        self._tier(tier)
+        return self._peak[tier]
+    def held(self, tier: str, name: str) -> int: return self._tier(tier).get(name, 0)
+
+# %% ../nbs/03_ledger.ipynb #e5a0febc
+class Ledger(Books):
+    "Who has taken which bytes; each change happens entirely or not at all."
 
     def reserve(self, tier: str, name: str, nbytes: int) -> None:
         "Takes bytes under a name that is not in use yet."
@@ -696,25 +724,6 @@ class Ledger:
                 raise BudgetError(f"{tier}: {fmt_bytes(used)} are taken, more than {fmt_bytes(nbytes)}; release some first")
             self._capacity[tier] = nbytes
 
-    def _tier(self, tier: str) -> dict[str, int]:
-        if tier not in self._books: raise ValueError(f"no tier {tier!r}; there are {', '.join(self._books)}")
-        return self._books[tier]
-
-    def _set(self, tier: str, name: str, nbytes: int) -> None:
-        book, old = self._tier(tier), self._books[tier].get(name, 0)
-        after = sum(book.values()) - old + _amount(name, nbytes)
-        if after > self._capacity[tier]: raise _does_not_fit(self, tier, name, nbytes, old)
-        book[name] = nbytes
-        self._peak[tier] = max(self._peak[tier], after)
-
-    def capacity(self, tier: str) -> int: return self._capacity[tier]
-    def used(self, tier: str) -> int:
-        with self._lock: return sum(self._tier(tier).values())
-    def free(self, tier: str) -> int:
-        with self._lock: return self._capacity[tier] - self.used(tier)
-    def peak(self, tier: str) -> int: return self._peak[tier]
-    def held(self, tier: str, name: str) -> int: return self._tier(tier).get(name, 0)
-
     @contextmanager
     def hold(self, tier: str, name: str, nbytes: int) -> Iterator[None]:
         "A reservation for the length of a with block."
@@ -726,8 +735,8 @@ class Ledger:
     def table(self) -> str: return _ledger_table(self)
     __str__ = table
 
-# %% ../nbs/03_ledger.ipynb #f8b1b2cb
-def _does_not_fit(ledger: Ledger, tier: str, name: str, nbytes: int, old: int) -> BudgetError:
+# %% ../nbs/03_ledger.ipynb #43da0ef1
+def _does_not_fit(ledger: Books, tier: str, name: str, nbytes: int, old: int) -> BudgetError:
     book = ", ".join(f"{k} {fmt_bytes(n)}" for k, n in ledger._books[tier].items()) or "nothing"
     grow = f"{name} wants {fmt_bytes(nbytes)} ({nbytes} B)" + (f" instead of {fmt_bytes(old)}" if old else "")
     return BudgetError(f"{tier} memory: {grow}, {fmt_bytes(ledger.free(tier) + old)} ({ledger.free(tier) + old} B) of "

@@ -1,4 +1,5 @@
 """The ledger against real checkpoints, real caches, real tensors, and hostile input."""
+import contextlib
 import json
 import math
 import random
@@ -234,7 +235,7 @@ def test_plans_speak(olmoe):
 # --- hostile input --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", [{"context": 0}, {"context": -1}, {"batch": 0}, {"batch": 1.5}, {"batch": True}, {"context": "4096"},
+@pytest.mark.parametrize("bad", [{"context": 0}, {"context": -1}, {"batch": 0}, {"batch": 1.5}, {"batch": True}, {"context": "9"},
                                  {"system": -1}, {"system": math.nan}, {"staging": 0.5}])
 def test_bad_sizes(bad, olmoe):
     with pytest.raises(ConfigError, match=f"{next(iter(bad))}="): make_plan(olmoe, GB, **bad)
@@ -313,8 +314,7 @@ def test_ledger_under_threads():
     def work(seed: int) -> None:
         rng = random.Random(seed)
         for _ in range(300):
-            try: ledger.resize("device", f"t{seed}", rng.randrange(400))
-            except BudgetError: pass
+            with contextlib.suppress(BudgetError): ledger.resize("device", f"t{seed}", rng.randrange(400))
             snapshot = ledger.snapshot()["device"]
             worst.append(snapshot["used"])
             assert snapshot["used"] == sum(snapshot["reservations"].values()) <= 1000
@@ -328,7 +328,7 @@ def test_ledger_under_threads():
 def test_admission(olmoe):
     reserved = olmoe.kv_bytes(2, 100)
     assert admit_kv(olmoe, reserved, 2, 100) == reserved == admit_kv(olmoe, reserved, 1, 200)
-    with pytest.raises(BudgetError, match="100 tokens would fit.*lower max_new_tokens"): admit_kv(olmoe, reserved, 2, 101)
+    with pytest.raises(BudgetError, match=r"100 tokens would fit.*lower max_new_tokens"): admit_kv(olmoe, reserved, 2, 101)
     with pytest.raises(BudgetError, match="not even one"): admit_kv(olmoe, 0, 1, 1)
     assert max_length(olmoe, 10**12, 1) == 1024 and max_length(olmoe, reserved - 1, 2) == 99
     with pytest.raises(ConfigError, match="batch=0"): admit_kv(olmoe, reserved, 0, 5)
