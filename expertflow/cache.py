@@ -19,7 +19,7 @@ import numpy as np
 class LayerStep:
     "One MoE layer and the experts that the current token block needs there."
     layer: int
-    hits: list[int]  # needed and in a slot when the step began, ascending
+    hits: list[int]  # needed and in a slot when the step began, in the caller's order
     misses: list[int]  # needed and absent, ascending; they leave this list when they are given a slot
     pinned: set[int] = field(default_factory=set)  # experts that this step holds in place
     n_missed: int = 0  # how many experts were missing at the beginning
@@ -56,6 +56,7 @@ class Residency:
     ):
         self.num_experts = list(num_experts)
         self.E = max(self.num_experts)  # stride of flat ids
+        self.total = sum(self.num_experts)
         self.slot_of = [[ABSENT] * e for e in self.num_experts]
         self.owner = np.full(n_slots, ABSENT, np.int64)  # flat id of the owner of each slot
         self.loading = np.zeros(n_slots, bool)
@@ -118,7 +119,7 @@ class ExpertCache(Residency):
     ):
         super().__init__(num_experts, n_slots)
         self.evictor, self.warmup_steps = evictor, warmup_steps
-        self.keep_free = 0 if n_slots >= sum(num_experts) else n_slots - int(threshold * n_slots)
+        self.keep_free = 0 if n_slots >= self.total else n_slots - int(threshold * n_slots)
         self.count = Counters()
 
     def begin(self, layer: int, experts: Iterable[int]) -> LayerStep:
@@ -126,14 +127,23 @@ class ExpertCache(Residency):
         row = self.slot_of[layer]
         hits: list[int] = []
         misses: list[int] = []
-        for e in sorted(experts):
+        for e in experts:
             (misses if row[e] == ABSENT else hits).append(e)
         self.count.steps += 1
         self.count.hits += len(hits)
         self.count.misses += len(misses)
         self.pins[[row[e] for e in hits]] += 1
         self.evictor.observe(self.count.steps, np.array(hits + misses, np.int64) + layer * self.E)
-        return LayerStep(layer, hits, misses, set(hits), len(misses))
+        return LayerStep(layer, hits, sorted(misses), set(hits), len(misses))
+
+    def hit_all(self, layer: int, experts: Sequence[int]) -> list[int] | None:
+        "If every expert of the model is resident: the slots of these, counted as hits. Nothing can move, so nothing is pinned."
+        if self.n_slots - len(self.free) < self.total or self.loading.any():
+            return None
+        self.count.steps += 1
+        self.count.hits += len(experts)
+        row = self.slot_of[layer]
+        return [row[e] for e in experts]
 
 # %% ../nbs/05_cache.ipynb #124e566d
 def choose_victims(

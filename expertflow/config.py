@@ -210,7 +210,7 @@ def _numbers(c: "Config") -> None:
     _number("io_threads", c.io_threads, 1, 64, whole=True)
     if c.token_block_size is not None: _number("token_block_size", c.token_block_size, 1, whole=True)
     if c.warmup_steps is not None: _number("warmup_steps", c.warmup_steps, 0, whole=True)
-    _number("eviction_threshold", c.eviction_threshold, 0, 1, above=True)
+    if c.eviction_threshold is not None: _number("eviction_threshold", c.eviction_threshold, 0, 1, above=True)
     _number("load_timeout", c.load_timeout, 0, 86400, above=True)
     _number("tolerance", c.tolerance, 0, 1)
     _number("prediction_lookahead", c.prediction_lookahead, 0, whole=True)
@@ -245,7 +245,7 @@ class Config:
     token_block_size: int | None = None     # tokens that share one loading of an expert; None: the whole batch
     eviction_policy: str = "priority_based"
     priority_weights: Mapping[str, float] = field(default_factory=WEIGHTS.copy)
-    eviction_threshold: float = 0.9         # share of the slots filled when eviction starts
+    eviction_threshold: float | None = None # share of the slots filled when eviction starts; None: 0.9 with prefetch, else 1
     warmup_steps: int | None = None         # layer-steps without eviction; None: twice the MoE layers
     prediction_model_path: str | None = None
     prediction_lookahead: int = 0           # MoE layers

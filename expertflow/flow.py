@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['find_checkpoint', 'Room', 'look_around', 'plan_for', 'heat_order', 'preload', 'host_slots', 'make_executor',
-           'break_stream', 'Clock', 'Generation', 'Watch', 'around_generate', 'ExpertFlow', 'load', 'open_books',
-           'load_model', 'build_runtime', 'encode', 'stream_text', 'Report', 'measured_peak', 'make_report',
-           'report_table']
+           'break_stream', 'Clock', 'Generation', 'Watch', 'around_generate', 'ExpertFlow', 'load_tokenizer',
+           'admit_cache', 'load', 'open_books', 'one_line', 'load_model', 'threshold_of', 'build_runtime', 'encode',
+           'stream_text', 'Report', 'measured_peak', 'make_report', 'report_table']
 
 # %% ../nbs/10a_flow.ipynb #93d8ee2d
 import contextlib
@@ -34,7 +34,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from .bundled import NAMES, ensure
 from .cache import ExpertCache, LayerStep, admit, end
-from .checkpoint import Checkpoint, ExpertStore, check_supported
+from .checkpoint import Checkpoint, ExpertStore, check_supported, unpacking
 from .config import BudgetError, CheckpointError, Config, ExpertFlowError, Share, Source, fmt_bytes
 from .evictor import make_evictor
 from .hardware import device_memory, memory_available, peak_rss, pick_device, rss
@@ -248,22 +248,22 @@ def around_generate(cls: type[PreTrainedModel], flow: "Callable[[], ExpertFlow]"
         try:
             out = cls.generate(self, *args, **kwargs)  # type: ignore[attr-defined]
         except BaseException as e:
-            flow().record(watch.finish(len(clock.ticks), e))
+            flow().generations.append(watch.finish(len(clock.ticks), e))
             break_stream(kwargs.get("streamer"), e)
             raise
         tokens = out if isinstance(out, Tensor) else out.sequences
-        flow().record(watch.finish(tokens.shape[0] * (tokens.shape[-1] - length)))
+        flow().generations.append(watch.finish(tokens.shape[0] * (tokens.shape[-1] - length)))
         return out
 
     def _prepare_cache_for_generation(self: Any, config: Any, model_kwargs: Any, mode: Any, batch: int, length: int) -> Any:
         if config.use_cache is not False:
             width = max(config.num_beams or 1, config.num_return_sequences or 1)
-            flow().admit(batch * width, length)
+            admit_cache(flow(), batch * width, length)
         return cls._prepare_cache_for_generation(self, config, model_kwargs, mode, batch, length)
 
     return {"generate": generate, "_prepare_cache_for_generation": _prepare_cache_for_generation}
 
-# %% ../nbs/10a_flow.ipynb #bf3759d6
+# %% ../nbs/10a_flow.ipynb #88ac5ab8
 class ExpertFlow:
     "A mixture-of-experts model under a memory budget. Make one with `ExpertFlow.from_pretrained`."
 
@@ -276,7 +276,6 @@ class ExpertFlow:
         self.path, self.config, self.plan, self.inventory, self.room = path, config, plan, inv, room
         self.device = pick_device(config.device)
         self.generations: list[Generation] = []
-        self._tokenizer: Any = None
 
     @classmethod
     def from_pretrained(
@@ -290,28 +289,10 @@ class ExpertFlow:
         "Plans, loads, and preloads. Raises an ExpertFlowError and leaves nothing behind if it cannot."
         return load(_config_of(model, config, settings), dict(model_kwargs or {}))
 
-    @property
+    @functools.cached_property
     def tokenizer(self) -> Any:
         "The checkpoint's tokenizer."
-        if self._tokenizer is None:
-            try:
-                self._tokenizer = AutoTokenizer.from_pretrained(self.path, local_files_only=True)
-            except Exception as e:  # OSError, ValueError, KeyError, depending on what is wrong
-                raise CheckpointError(f"{self.path}: no usable tokenizer; add tokenizer.json, or use token ids") from e
-        return self._tokenizer
-
-    def admit(self, batch: int, length: int) -> None:
-        "Makes sure that the KV cache of `batch` sequences of `length` tokens is set aside, or raises BudgetError."
-        need, have = self.inventory.kv_bytes(batch, length), self.ledger.held("device", "KV cache")
-        if need <= have:
-            return
-        if need - have <= self.ledger.free("device"):
-            self.ledger.resize("device", "KV cache", need)
-        else:
-            admit_kv(self.inventory, have + self.ledger.free("device"), batch, length)
-
-    def record(self, run: Generation) -> None:
-        self.generations.append(run)
+        return load_tokenizer(self.path)
 
     def generate(self, prompt: Any, **kwargs: Any) -> str:
         "The model's answer to a prompt (text, or a list of chat messages). Keywords as for transformers' `generate`."
@@ -336,6 +317,24 @@ class ExpertFlow:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+# %% ../nbs/10a_flow.ipynb #58e0304d
+def load_tokenizer(path: Path) -> Any:
+    "The tokenizer in a checkpoint's folder."
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as e:  # OSError, ValueError, KeyError, depending on what is wrong
+        raise CheckpointError(f"{path}: no usable tokenizer; add tokenizer.json, or use token ids") from e
+
+def admit_cache(flow: ExpertFlow, batch: int, length: int) -> None:
+    "Makes sure that the KV cache of `batch` sequences of `length` tokens is set aside, or raises BudgetError."
+    need, have = flow.inventory.kv_bytes(batch, length), flow.ledger.held("device", "KV cache")
+    if need <= have:
+        return
+    if need - have <= flow.ledger.free("device"):
+        flow.ledger.resize("device", "KV cache", need)
+    else:
+        admit_kv(flow.inventory, have + flow.ledger.free("device"), batch, length)
+
 # %% ../nbs/10a_flow.ipynb #48da1277
 def _config_of(model: Any, config: Source, settings: dict[str, Any]) -> Config:
     "One configuration from the three ways of giving it."
@@ -353,8 +352,8 @@ def load(cfg: Config, model_kwargs: dict[str, Any]) -> ExpertFlow:
     "The whole of `from_pretrained`."
     path = find_checkpoint(cfg.model_path or "")
     ckpt = Checkpoint.open(path)
-    inv = inventory(path, None if cfg.dtype == "auto" else cfg.dtype)
     device = pick_device(cfg.device)
+    inv = inventory(path, None if cfg.dtype == "auto" else cfg.dtype, device=device.type)
     room = look_around(device, cfg.reserve)
     plan = plan_for(inv, cfg, room)
     flow = ExpertFlow(path, cfg, plan, inv, room)
@@ -381,11 +380,24 @@ def open_books(plan: Plan, host_bytes: int) -> Ledger:
         ledger.reserve("host", "expert cache", host_bytes)
     return ledger
 
-# %% ../nbs/10a_flow.ipynb #1afd5a8c
+# %% ../nbs/10a_flow.ipynb #f8ed8602
+@contextlib.contextmanager
+def one_line(path: Path) -> Iterator[None]:
+    "Turns other people's exceptions into one CheckpointError of one line."
+    try:
+        yield
+    except (ExpertFlowError, MemoryError):
+        raise
+    except Exception as e:
+        why = next((x.strip() for x in str(e).splitlines() if x.strip()), "no reason given")
+        raise CheckpointError(f"{path}: transformers cannot load it ({type(e).__name__}: {why[:200]}); check its files") from e
+
+# %% ../nbs/10a_flow.ipynb #3f93f301
 def load_model(flow: ExpertFlow, ckpt: Checkpoint, model_kwargs: dict[str, Any]) -> Any:
     "The model without its experts, its runtime attached."
     cfg = flow.config
-    config = AutoConfig.from_pretrained(flow.path, local_files_only=True)
+    with one_line(flow.path):
+        config = AutoConfig.from_pretrained(flow.path, local_files_only=True)
     check_supported(config)
     cls = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if cls is None:
@@ -398,10 +410,11 @@ def load_model(flow: ExpertFlow, ckpt: Checkpoint, model_kwargs: dict[str, Any])
 
     me = weakref.ref(flow)
     sub = offloaded(cls, ckpt, build, **around_generate(cls, lambda: me() or _gone()))
-    kwargs = {"dtype": cfg.dtype, "experts_implementation": "expertflow", "local_files_only": True, **model_kwargs}
+    kwargs = {"dtype": cfg.dtype, "experts_implementation": "expertflow", "local_files_only": True}
+    kwargs |= unpacking(config) | model_kwargs
     if flow.device.type != "cpu":
         kwargs["device_map"] = {"": flow.device}
-    with ckpt.for_transformers() as folder:
+    with one_line(flow.path), ckpt.for_transformers() as folder:
         model = sub.from_pretrained(folder, **kwargs)  # type: ignore[attr-defined]
     if cfg.token_block_size:
         model.generation_config.prefill_chunk_size = cfg.token_block_size
@@ -410,7 +423,14 @@ def load_model(flow: ExpertFlow, ckpt: Checkpoint, model_kwargs: dict[str, Any])
 def _gone() -> ExpertFlow:
     raise ExpertFlowError("the ExpertFlow object of this model is gone; keep a reference to it while you use the model")
 
-# %% ../nbs/10a_flow.ipynb #9a3672af
+# %% ../nbs/10a_flow.ipynb #a77e4e0d
+def threshold_of(cfg: Config) -> float:
+    "The eviction threshold in effect."
+    if cfg.eviction_threshold is not None:
+        return cfg.eviction_threshold
+    return 0.9 if cfg.prediction_lookahead else 1.0
+
+# %% ../nbs/10a_flow.ipynb #ba52dda1
 def build_runtime(store: ExpertStore, flow: ExpertFlow) -> Runtime:
     "Slots, cache, policy and executor for a plan."
     cfg, plan = flow.config, flow.plan
@@ -422,7 +442,7 @@ def build_runtime(store: ExpertStore, flow: ExpertFlow) -> Runtime:
     sizes = [[store.layout[name].nbytes] * n for name, n in zip(store.layers, store.num_experts, strict=True)]
     warmup = 2 * len(store.layers) if cfg.warmup_steps is None else cfg.warmup_steps
     evictor = make_evictor(cfg.eviction_policy, sizes, cfg.priority_weights)
-    cache = ExpertCache(store.num_experts, plan.slots, evictor, cfg.eviction_threshold, warmup)
+    cache = ExpertCache(store.num_experts, plan.slots, evictor, threshold_of(cfg), warmup)
     cache.keep_free = min(cache.keep_free, plan.slots - plan.min_slots)
     slab = Slab(plan.slots, store.slot_bytes, flow.device)
     executor = make_executor(store, slab, cfg, flow.host_slots)
@@ -445,14 +465,17 @@ def encode(flow: ExpertFlow, prompt: Any) -> dict[str, Tensor]:
 
 # %% ../nbs/10a_flow.ipynb #b3b7eeec
 def stream_text(flow: ExpertFlow, prompt: Any, kwargs: dict[str, Any]) -> Iterator[str]:
-    "Runs `generate` in a thread and yields text as it comes; what it raises is raised here, and the thread has ended by then."
+    "Runs `generate` in a thread and yields text as it comes; what it raises is raised here, after the thread has ended."
+    if "streamer" in kwargs:
+        raise ExpertFlowError("streamer= is taken, stream() has its own: use flow.model.generate with yours")
     streamer = TextIteratorStreamer(flow.tokenizer, skip_prompt=True, skip_special_tokens=True)
-    inputs = encode(flow, prompt)
     stop = threading.Event()
+    criteria = [*(kwargs.pop("stopping_criteria", None) or []), _Stop(stop)]
+    inputs = encode(flow, prompt) | kwargs
 
     def run() -> None:
         with contextlib.suppress(BaseException):  # it is already on its way through the streamer
-            flow.model.generate(**inputs, **{"streamer": streamer, "stopping_criteria": [_Stop(stop)], **kwargs})
+            flow.model.generate(streamer=streamer, stopping_criteria=criteria, **inputs)
 
     thread = threading.Thread(target=run, name="expertflow-generate", daemon=True)
     thread.start()
@@ -502,7 +525,7 @@ def measured_peak(device: torch.device) -> int:
 def make_report(flow: ExpertFlow) -> Report:
     rt = flow.runtime
     chosen = {"device": str(flow.device), "dtype": str(flow.model.dtype).removeprefix("torch.")}
-    config = flow.config.as_dict() | chosen | {"warmup_steps": rt.cache.warmup_steps}
+    config = flow.config.as_dict() | chosen | {"warmup_steps": rt.cache.warmup_steps, "eviction_threshold": threshold_of(flow.config)}
     count = asdict(rt.cache.count) | {"slots": rt.cache.n_slots, "resident": rt.cache.n_slots - len(rt.cache.free)}
     plan, memory, runs = flow.plan.as_dict(), flow.ledger.snapshot(), [r.as_dict() for r in flow.generations]
     return Report(

@@ -4,11 +4,13 @@
 
 # %% auto #0
 __all__ = ['Batches', 'Views', 'inside', 'BuildRuntime', 'Slab', 'Readers', 'Executor', 'Tickets', 'CpuExecutor', 'HostTier',
-           'AcceleratorExecutor', 'Step', 'waves', 'Rows', 'project', 'own_linear', 'prefer_own_kernel', 'expert_rows',
-           'grouped_forward', 'ExpertParam', 'InOrder', 'eager_forward', 'repair', 'Traffic', 'Runtime', 'ForwardOnly',
-           'expertflow_experts', 'strip', 'attach', 'lost', 'offloaded']
+           'AcceleratorExecutor', 'Step', 'waves', 'project', 'own_linear', 'prefer_own_kernel', 'expert_rows',
+           'grouped_forward', 'one_row', 'ExpertParam', 'InOrder', 'eager_forward', 'repair', 'Traffic', 'Tables',
+           'Loads', 'Steps', 'Runtime', 'ForwardOnly', 'expertflow_experts', 'strip', 'attach', 'lost', 'own_memory',
+           'offloaded']
 
 # %% ../nbs/10_runtime.ipynb #f82d945b
+import ctypes
 import mmap
 import queue
 import re
@@ -29,7 +31,7 @@ from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from .cache import ABSENT, ExpertCache, LayerStep, Load, admit, done, end, failed, loaded, steal
-from .checkpoint import Checkpoint, ExpertStore
+from .checkpoint import Checkpoint, ExpertStore, SlotLayout
 from .config import CheckpointError, ExpertFlowError, LoadError
 
 # %% ../nbs/10_runtime.ipynb #652971dd
@@ -257,7 +259,7 @@ class AcceleratorExecutor:
 class Step:
     "A layer-step in progress: `take` an expert's slot, compute, `give` it back."
 
-    def __init__(self, rt: "Runtime", layer: int, experts: Sequence[int]):
+    def __init__(self, rt: "Steps", layer: int, experts: Sequence[int]):
         self.rt, self.layer = rt, layer
         if rt.closed:
             raise ExpertFlowError("this model has been closed; load it again to use it")
@@ -323,28 +325,19 @@ def waves(s: Step) -> Batches:
 # %% ../nbs/10_runtime.ipynb #1de7ffaa
 Views = dict[str, Tensor]  # parameter name -> the tensor of one expert
 
-@dataclass
-class Rows:
-    "Rows `lo:hi` of the sorted pairs belong to one expert, whose weights are `w`."
-    lo: int
-    hi: int
-    w: Views
-
 def project(
     module: Any,
-    x: Tensor,  # [rows, in]
-    groups: Sequence[Rows],
+    parts: Sequence[Tensor],  # for each expert, its rows [n, in]
+    experts: Sequence[Views],
     name: str,  # "gate_up_proj", "up_proj" or "down_proj"
     fast: bool,  # torch's own kernel for single rows
-) -> Tensor:  # [rows of all groups, out]
-    "One linear layer of several experts: group by group, results joined in the order of `groups`."
-    out, at = [], 0
-    for g in groups:
-        n = g.hi - g.lo
-        weight = g.w[name].t() if module.is_transposed else g.w[name]
-        y = (own_linear if fast and n == 1 else linear)(x[at : at + n], weight)
-        out.append(y.add_(g.w[name + "_bias"]) if module.has_bias else y)
-        at += n
+) -> Tensor:  # [rows of all experts, out]
+    "One linear layer of several experts, each on its own rows; the results joined in the order given."
+    out = []
+    for x, w in zip(parts, experts, strict=True):
+        weight = w[name].t() if module.is_transposed else w[name]
+        y = own_linear(x, weight) if fast and len(x) == 1 else linear(x, weight)
+        out.append(y.add_(w[name + "_bias"]) if module.has_bias else y)
     return torch.cat(out) if len(out) > 1 else out[0]
 
 # %% ../nbs/10_runtime.ipynb #8b7432aa
@@ -395,32 +388,33 @@ def _seconds(fn: Callable, *args: Any) -> float:
     return time.perf_counter() - t
 
 # %% ../nbs/10_runtime.ipynb #b0c696c0
-def expert_rows(module: Any, x: Tensor, groups: Sequence[Rows], fast: bool = False) -> Tensor:
-    "The experts of `groups` applied to their rows: [rows, H] -> [rows, H], step by step as transformers' grouped_mm does it."
-    h = project(module, x, groups, "gate_up_proj" if module.has_gate else "up_proj", fast)
+def expert_rows(module: Any, parts: Sequence[Tensor], experts: Sequence[Views], fast: bool = False) -> Tensor:
+    "Each expert applied to its rows `[n, H]`; all results `[rows, H]`, step by step as transformers' grouped_mm does it."
+    h = project(module, parts, experts, "gate_up_proj" if module.has_gate else "up_proj", fast)
     h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
-    y = project(module, h, groups, "down_proj", fast)
+    y = project(module, h.split([len(x) for x in parts]), experts, "down_proj", fast)
     return module.post_expert_norm(y) if getattr(module, "has_post_expert_norm", False) else y
 
-# %% ../nbs/10_runtime.ipynb #7fcf0966
+# %% ../nbs/10_runtime.ipynb #1d12b0d0
 def grouped_forward(rt: "Runtime", layer: int, module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     "Equal bits to transformers' `grouped_mm` experts, in whatever order the experts arrive."
     N, K = index.shape
-    ids, perm = torch.sort(index.reshape(-1))
-    bounds = _bounds(ids.tolist())
-    x = hidden[torch.div(perm, K, rounding_mode="floor")] if N > 1 else hidden.expand(K, -1)
+    if N == 1 and len(set(ids := index[0].tolist())) == K:
+        return one_row(rt, layer, module, hidden, ids, weights)
+    keys, perm = torch.sort(index.reshape(-1))
+    bounds = _bounds(keys.tolist())
+    x = hidden[torch.div(perm, K, rounding_mode="floor")]
     out: Tensor | None = None
     with closing(rt.bring(layer, list(bounds))) as batches:
         for experts, slots in batches:
-            groups = [Rows(*bounds[e], rt.views(layer, s)) for e, s in zip(experts, slots, strict=True)]
+            spans = [slice(*bounds[e]) for e in experts]
+            y = expert_rows(module, [x[s] for s in spans], [rt.views(layer, s) for s in slots], rt.fast)
             if experts == list(bounds):  # everything at once: nothing to scatter
-                out = expert_rows(module, x, groups, rt.fast)
+                out = y
                 continue
-            y = expert_rows(module, torch.cat([x[g.lo : g.hi] for g in groups]), groups, rt.fast)
-            if out is None:
-                out = y.new_empty(N * K, y.shape[-1])
-            for g, part in zip(groups, y.split([g.hi - g.lo for g in groups]), strict=True):
-                out[g.lo : g.hi] = part
+            out = y.new_empty(N * K, y.shape[-1]) if out is None else out
+            for s, part in zip(spans, y.split([s.stop - s.start for s in spans]), strict=True):
+                out[s] = part
     assert out is not None
     weighted = out * weights.reshape(-1)[perm].unsqueeze(-1)
     inverse = torch.empty_like(perm)
@@ -436,6 +430,21 @@ def _bounds(ids: list[int]) -> dict[int, tuple[int, int]]:
             bounds[ids[lo]] = (lo, i)
             lo = i
     return bounds
+
+# %% ../nbs/10_runtime.ipynb #56c422ab
+def one_row(rt: "Runtime", layer: int, module: Any, hidden: Tensor, ids: list[int], weights: Tensor) -> Tensor:
+    "The same for a single row; `ids` are its experts in the router's order."
+    out: Tensor | None = None
+    with closing(rt.bring(layer, ids)) as batches:
+        for experts, slots in batches:
+            y = expert_rows(module, [hidden] * len(slots), [rt.views(layer, s) for s in slots], rt.fast)
+            if experts == ids:
+                out = y
+                continue
+            out = y.new_empty(len(ids), y.shape[-1]) if out is None else out
+            out[[ids.index(e) for e in experts]] = y
+    assert out is not None
+    return (out * weights.reshape(-1, 1)).sum(0, keepdim=True).to(hidden.dtype)
 
 # %% ../nbs/10_runtime.ipynb #32cbbad9
 class ExpertParam:
@@ -459,7 +468,7 @@ class ExpertParam:
 class InOrder:
     "A layer-step whose experts are asked for one by one, in ascending order."
 
-    def __init__(self, rt: "Runtime", layer: int, experts: Sequence[int]):
+    def __init__(self, rt: "Steps", layer: int, experts: Sequence[int]):
         self.step, self.current = Step(rt, layer, experts), ABSENT
 
     def __getitem__(self, expert: int) -> int:  # -> slot
@@ -506,33 +515,21 @@ class Traffic:
     bytes_loaded: int = 0  # bytes of experts brought into slots
     stall: float = 0.0  # seconds the computation waited for an expert
 
-# %% ../nbs/10_runtime.ipynb #2e20af7d
-class Runtime:
-    "Experts of one model in slots: answers the experts function of every MoE layer."
-
-    def __init__(
-        self,
-        store: ExpertStore,
-        cache: ExpertCache,
-        slab: Slab,
-        executor: Executor,
-        mode: str = "grouped_mm",  # which implementation's bits to reproduce: grouped_mm | eager
-        poison: bool = False,  # fill slots with NaN before each load (for tests)
-    ):
-        self.store, self.cache, self.slab, self.executor = store, cache, slab, executor
-        self.mode, self.poison = mode, poison
-        self.lock = threading.RLock()
-        self.traffic = Traffic()
-        self.in_progress: InOrder | None = None
-        self.closed = False
-        self.layouts = [store.layout[name] for name in store.layers]
-        self._views: list[dict[int, Views]] = []
-        for i, lay in enumerate(self.layouts):  # layers of one layout share their views
-            first = self.layouts.index(lay)
-            self._views.append({} if first == i else self._views[first])
-        self.fast = slab.device.type == "cpu" and _own_kernel_everywhere(store)
-        if poison:
-            slab.poison()
+# %% ../nbs/10_runtime.ipynb #0639a214
+class Tables:
+    "What the parts of the runtime share."
+    store: ExpertStore
+    cache: ExpertCache
+    slab: Slab
+    executor: Executor
+    poison = False  # fill slots with NaN before each load (for tests)
+    fast = False  # torch's own kernel for single rows
+    layouts: list[SlotLayout]  # of each MoE layer
+    _views: list[dict[int, Views]]
+    lock: threading.RLock
+    traffic: Traffic
+    in_progress: "InOrder | None" = None
+    closed = False
 
     def views(self, layer: int, slot: int) -> Views:
         "The tensors of the expert in `slot`, if an expert of `layer` is in it. Made once."
@@ -540,6 +537,10 @@ class Runtime:
             return self._views[layer][slot]
         except KeyError:
             return self._views[layer].setdefault(slot, self.store.views(layer, self.slab.data[slot]))
+
+# %% ../nbs/10_runtime.ipynb #9c0de595
+class Loads(Tables):
+    "The part of the runtime that gets experts into their slots."
 
     def start(self, load: Load) -> None:
         if self.poison:
@@ -562,7 +563,7 @@ class Runtime:
         loaded(self.cache, load)
 
     def reap(self, wait: bool = False) -> None:
-        "Loads that nobody waited for any more: those that have ended (now, or within the time limit) become resident or absent."
+        "Loads that nobody waited for: those that have ended (now, or within the time limit) become resident or absent."
         for slot in self.cache.loading.nonzero()[0].tolist():
             if not wait and not self.executor.ready(slot):
                 continue
@@ -576,10 +577,17 @@ class Runtime:
             else:
                 loaded(self.cache, load)
 
+# %% ../nbs/10_runtime.ipynb #bcdb214d
+class Steps(Loads):
+    "The part of the runtime that takes the experts of a layer-step through the slots."
+
     def bring(self, layer: int, experts: Sequence[int]) -> Batches:
         "Batches (experts, slots) to compute, in an order of our choice, until the layer-step is over."
         with self.lock:
             try:
+                if not self.closed and (slots := self.cache.hit_all(layer, experts)) is not None:  # nothing to load, nothing to evict
+                    yield list(experts), slots
+                    return
                 s = Step(self, layer, experts)
                 yield from waves(s)
                 end(self.cache, s.step)
@@ -606,6 +614,33 @@ class Runtime:
         if self.in_progress is None:
             raise ExpertFlowError("expert weights are only there while their layer runs; this model's experts are offloaded")
         return self.views(layer, self.in_progress[expert])
+
+# %% ../nbs/10_runtime.ipynb #c7d0c382
+class Runtime(Steps):
+    "Experts of one model in slots: answers the experts function of every MoE layer."
+
+    def __init__(
+        self,
+        store: ExpertStore,
+        cache: ExpertCache,
+        slab: Slab,
+        executor: Executor,
+        mode: str = "grouped_mm",  # which implementation's bits to reproduce: grouped_mm | eager
+        poison: bool = False,  # fill slots with NaN before each load (for tests)
+    ):
+        self.store, self.cache, self.slab, self.executor = store, cache, slab, executor
+        self.mode, self.poison = mode, poison
+        self.lock = threading.RLock()
+        self.traffic = Traffic()
+        self.in_progress: InOrder | None = None
+        self.layouts = [store.layout[name] for name in store.layers]
+        self._views: list[dict[int, Views]] = []
+        for i, lay in enumerate(self.layouts):  # layers of one layout share their views
+            first = self.layouts.index(lay)
+            self._views.append({} if first == i else self._views[first])
+        self.fast = slab.device.type == "cpu" and _own_kernel_everywhere(store)
+        if poison:
+            slab.poison()
 
     def close(self) -> None:
         "Once the layer-step in progress is over; a thread that generates gets an error at its next one."
@@ -724,7 +759,41 @@ def lost(model: Any, info: Any) -> list[str]:
     missing = {k for k in info.missing_keys if tied.get(k, k) not in have and not any(p.search(k) for p in spare)}
     return sorted(missing) + sorted(str(k[0]) for k in info.mismatched_keys)
 
-# %% ../nbs/10_runtime.ipynb #24d72153
+# %% ../nbs/10_runtime.ipynb #9873f0d8
+def own_memory(model: nn.Module) -> int:  # bytes
+    "Copies weights that are mapped from files into memory of their own."
+    copied = 0
+    for t in [*model.parameters(), *model.buffers()]:
+        if t.device.type != "cpu" or t.untyped_storage().resizable() or not t.is_contiguous():
+            continue
+        room = torch.empty(t.nbytes + 64, dtype=torch.uint8)
+        at = (t.data_ptr() - room.data_ptr()) % 64
+        new = room[at : at + t.nbytes].view(t.dtype).view(t.shape).copy_(t.detach())
+        _unread(t.data_ptr(), t.nbytes)
+        t.data = new
+        copied += new.nbytes
+    return copied
+
+def _unread(address: int, nbytes: int) -> None:
+    "Tells the kernel that these pages of a mapped file are not needed (Linux; elsewhere it finds out by itself)."
+    start, stop = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if stop > start and _is_file(start):
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), 4)  # MADV_DONTNEED
+
+def _is_file(address: int) -> bool:
+    "Whether memory is a mapped file: forgotten pages of anything else would be lost."
+    try:
+        with open("/proc/self/maps") as maps:
+            for line in maps:
+                span, *_, path = line.split(maxsplit=5)
+                start, stop = (int(x, 16) for x in span.split("-"))
+                if start <= address < stop:
+                    return path.startswith("/")
+    except OSError:
+        pass
+    return False
+
+# %% ../nbs/10_runtime.ipynb #1f7ba79a
 def offloaded(cls: type, checkpoint: Checkpoint, build: BuildRuntime, **methods: Any) -> type:
     "A subclass of the transformers model class `cls` whose `from_pretrained` leaves the experts in the checkpoint."
 
@@ -736,6 +805,7 @@ def offloaded(cls: type, checkpoint: Checkpoint, build: BuildRuntime, **methods:
             info.unexpected_keys -= set(store.expert_keys) | set(store.expert_targets)
             if bad := lost(model, info):
                 raise CheckpointError(f"{checkpoint.path}: {len(bad)} tensors are missing or of the wrong shape, e.g. {bad[0]}")
+            own_memory(model)
             attach(model, build(store))
         except BaseException:
             store.close()
