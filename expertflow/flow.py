@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoTokenizer,
+    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
@@ -320,6 +321,9 @@ class ExpertFlow:
 # %% ../nbs/10a_flow.ipynb #58e0304d
 def load_tokenizer(path: Path) -> Any:
     "The tokenizer in a checkpoint's folder."
+    kinds = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
+    if not any(f for kind in kinds for f in path.glob(kind)):  # transformers might make an empty one
+        raise CheckpointError(f"{path}: no tokenizer in it; add tokenizer.json, or use token ids")
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as e:  # OSError, ValueError, KeyError, depending on what is wrong
@@ -398,6 +402,8 @@ def load_model(flow: ExpertFlow, ckpt: Checkpoint, model_kwargs: dict[str, Any])
     cfg = flow.config
     with one_line(flow.path):
         config = AutoConfig.from_pretrained(flow.path, local_files_only=True)
+        if (flow.path / "generation_config.json").exists():  # transformers goes on without it if it is damaged
+            GenerationConfig.from_pretrained(flow.path, local_files_only=True)
     check_supported(config)
     cls = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if cls is None:
@@ -456,7 +462,14 @@ def encode(flow: ExpertFlow, prompt: Any) -> dict[str, Tensor]:
         raise ExpertFlowError(f"prompt {prompt!r}: give a text, or a list of chat messages; it must not be empty")
     chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if tok.chat_template:
-        enc = tok.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        try:
+            enc = tok.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        except Exception as e:  # whatever the template stumbles over
+            why = " ".join(str(e).split())[:200]
+            raise ExpertFlowError(
+                f"the model's chat template does not take this prompt ({type(e).__name__}: {why}): "
+                'give messages like {"role": "user", "content": "..."}'
+            ) from e
     elif isinstance(prompt, str):
         enc = tok(prompt, return_tensors="pt")
     else:
@@ -524,8 +537,9 @@ def measured_peak(device: torch.device) -> int:
 # %% ../nbs/10a_flow.ipynb #81012db5
 def make_report(flow: ExpertFlow) -> Report:
     rt = flow.runtime
-    chosen = {"device": str(flow.device), "dtype": str(flow.model.dtype).removeprefix("torch.")}
-    config = flow.config.as_dict() | chosen | {"warmup_steps": rt.cache.warmup_steps, "eviction_threshold": threshold_of(flow.config)}
+    chosen: dict[str, Any] = {"device": str(flow.device), "dtype": str(flow.model.dtype).removeprefix("torch.")}
+    chosen |= {"warmup_steps": rt.cache.warmup_steps, "eviction_threshold": threshold_of(flow.config)}
+    config = flow.config.as_dict() | chosen
     count = asdict(rt.cache.count) | {"slots": rt.cache.n_slots, "resident": rt.cache.n_slots - len(rt.cache.free)}
     plan, memory, runs = flow.plan.as_dict(), flow.ledger.snapshot(), [r.as_dict() for r in flow.generations]
     return Report(

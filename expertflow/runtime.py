@@ -71,8 +71,10 @@ class Readers:
             try:
                 if future.set_running_or_notify_cancel():
                     future.set_result(fn(*args))
-            except BaseException as e:  # whatever it was, the one who waits must learn of it
+            except Exception as e:
                 future.set_exception(e)
+            except BaseException as e:  # e.g. SystemExit: not here; but the one who waits must learn of it
+                future.set_exception(LoadError(f"reading was broken off by {e!r}"))
             del job, future, fn, args  # do not keep buffers alive while idle
 
     def submit(self, fn: Callable, *args: Any, future: Future | None = None) -> Future:
@@ -585,7 +587,8 @@ class Steps(Loads):
         "Batches (experts, slots) to compute, in an order of our choice, until the layer-step is over."
         with self.lock:
             try:
-                if not self.closed and (slots := self.cache.hit_all(layer, experts)) is not None:  # nothing to load, nothing to evict
+                slots = None if self.closed else self.cache.hit_all(layer, experts)
+                if slots is not None:  # nothing to load, nothing to evict
                     yield list(experts), slots
                     return
                 s = Step(self, layer, experts)
@@ -739,7 +742,13 @@ def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     with inside:
         return nn.Module.__call__(self, *args, **kwargs)
 
-_MOVES = ("cuda", "cpu", "half", "float", "double", "bfloat16")
+def _move(where: Any) -> Callable:
+    def method(self: nn.Module, device: Any = None) -> Any:
+        return _to(self, where if device is None else torch.device(where, device) if isinstance(device, int) else device)
+    return method
+
+_MOVES = {"cpu": "cpu", "cuda": "cuda", "half": torch.float16, "float": torch.float32, "double": torch.float64,
+          "bfloat16": torch.bfloat16}  # fmt: skip
 
 _GUARDS = {
     "__call__": _call,
@@ -747,7 +756,7 @@ _GUARDS = {
     "save_pretrained": _refuse("save_pretrained()", "copy the checkpoint directory, it is complete"),
     "push_to_hub": _refuse("push_to_hub()", "upload the checkpoint directory, it is complete"),
     "__deepcopy__": _refuse("deepcopy", "load the checkpoint a second time"),
-    **{k: _refuse(f".{k}()", "load it again with device=... or dtype=...") for k in _MOVES},
+    **{k: _move(where) for k, where in _MOVES.items()},
 }
 
 # %% ../nbs/10_runtime.ipynb #447b3be7

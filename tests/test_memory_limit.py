@@ -74,7 +74,7 @@ def test_a_third_of_its_size(group, big):
     "The budget is the limit; the measured peak stays below it, and the tokens are those of a run with plenty of memory."
     size = sum(f.stat().st_size for f in big.glob("*.safetensors"))
     limit = size // 3 // 4096 * 4096
-    join, folder = group(limit)
+    join, _ = group(limit)
     got = run(join, big, gpu_memory_budget=f"{limit}B")
     assert size > 500_000_000 and got["limit"] == limit
     assert got["peak"] <= limit == got["memory"]["device"]["capacity"]
