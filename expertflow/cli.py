@@ -68,6 +68,8 @@ def _quiet() -> None:
 def _fit_context(flow: Any, a: argparse.Namespace) -> None:
     if a.max_new_tokens < 1:
         raise ExpertFlowError(f"--max-new-tokens {a.max_new_tokens}: at least 1")
+    if not 0 <= a.temperature < float("inf"):
+        raise ExpertFlowError(f"--temperature {a.temperature}: 0 (greedy) or more")
     from expertflow.flow import encode
 
     n = encode(flow, a.prompt)["input_ids"].shape[1]
@@ -93,9 +95,9 @@ def plan(a: argparse.Namespace) -> int:
         available = device_memory(pick_device(a.device or "auto"))[0]
     inv = inventory(_where(a.path), a.dtype, a.expert_bits)
     p = make_plan(inv, budget, system=system, context=a.context, batch=a.batch, available=available)
+    per_token = {"hit_rate": a.hit_rate, "bytes": p.bytes_per_token(a.hit_rate)}
     if a.json:
         parts = {k: {"params": c.params, "nbytes": c.nbytes, "stored": c.stored} for k, c in inv.components.items()}
-        per_token = {"hit_rate": a.hit_rate, "bytes": p.bytes_per_token(a.hit_rate)}
         print(json.dumps({"plan": p.as_dict(), "components": parts, "per_token": per_token}))
     else:
         for name, c in inv.components.items():

@@ -1,0 +1,204 @@
+"""The command line, as a user meets it: in a process of its own, with its output, its errors and its exit status."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from expertflow.testing import write_checkpoint
+
+ENTRY = [sys.executable, "-c", "import sys; from expertflow.cli import main; sys.exit(main())"]
+PROMPT = "The quick brown fox"
+
+
+def start(*args, env=None, repo=None):
+    env = {**os.environ, "PYTHONPATH": str(repo), "OMP_NUM_THREADS": "1", **(env or {})}
+    return subprocess.Popen(
+        [*ENTRY, *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd="/"
+    )
+
+
+@pytest.fixture
+def run(repo):
+    "Runs a command; (exit status, stdout, stderr)."
+
+    def go(*args, **kw):
+        p = start(*args, repo=repo, **kw)
+        out, err = p.communicate(timeout=120)
+        return p.returncode, out, err
+
+    return go
+
+
+@pytest.fixture
+def fails(run):
+    "Runs a command that must fail with exit status 2 and one line, which is returned."
+
+    def go(*args):
+        code, out, err = run(*args)
+        assert code == 2 and not out and "Traceback" not in err, err
+        assert err.startswith("expertflow: error: ") and err.count("\n") == 1, err
+        return err
+
+    return go
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_checkpoint("olmoe", tmp_path_factory.mktemp("olmoe"), tokenizer=True)
+
+
+def test_generate_text(run, path):
+    kw = ("--model", path, "--context", 128, "--max-new-tokens", 8)
+    code, out, err = run("generate", PROMPT, *kw)
+    assert code == 0 and out.strip() and not err, err
+    assert run("generate", PROMPT, *kw, "--gpu-memory", "25%")[1] == out  # the budget does not change the text
+    code, out, err = run("generate", PROMPT, *kw, "--report", "--set", "eviction_policy=lru")
+    assert code == 0 and not err
+    for word in ("tokens/s", "hits", "traffic", "peak", "slots", "eviction_policy=lru"):
+        assert word in out
+
+
+def test_generate_json(run, path):
+    kw = ("--model", path, "--context", 128, "--max-new-tokens", 8, "--json")
+    code, out, err = run("generate", PROMPT, *kw, "--report", "--gpu-memory", "50%", "--set", "io_threads=1")
+    assert code == 0 and not err
+    got = json.loads(out)
+    report = got["report"]
+    assert got["text"] and report["runs"][0]["new_tokens"] == 8 and report["config"]["io_threads"] == 1
+    assert report["cache"]["slots"] == 12 and report["plan"]["verdict"] == "fits with offload"
+    assert report["config"]["context"] == 128 and report["config"]["dtype"] == "float32" and report["peak"] > 0
+    code, out, _ = run("generate", PROMPT, *kw, "--temperature", "1.5", "--seed", "7")
+    assert code == 0 and set(json.loads(out)) == {"text"}
+    assert run("generate", PROMPT, *kw, "--temperature", "1.5", "--seed", "7")[1] == out
+
+
+@pytest.mark.parametrize("kind", ["json", "toml"])
+def test_generate_config_file(kind, run, path, tmp_path):
+    f = tmp_path / f"settings.{kind}"
+    settings = {"model_path": str(path), "gpu_memory_budget": "30%", "context": 100, "preload": False}
+    toml = "".join(f"{k} = {json.dumps(v)}\n" for k, v in settings.items())
+    f.write_text(json.dumps(settings) if kind == "json" else toml)
+    args = ("generate", PROMPT, "--config", f, "--max-new-tokens", 2, "--json", "--report", "--context", 90)
+    code, out, err = run(*args)
+    assert code == 0, err
+    config = json.loads(out)["report"]["config"]
+    assert config["gpu_memory_budget"] == "30%" and config["context"] == 90 and config["preload"] is False
+
+
+@pytest.mark.parametrize("budget", ["3GB", "2000MB", "2500000000B", "1.5GiB", "auto"])
+def test_generate_budgets(budget, run, path):
+    args = ("--model", path, "--context", 64, "--max-new-tokens", 1, "--json", "--report", "--gpu-memory", budget)
+    code, out, err = run("generate", PROMPT, *args)
+    if code == 2 and "are free now" in err:
+        pytest.skip("this machine has not that much memory")
+    assert code == 0, err
+    assert json.loads(out)["report"]["plan"]["verdict"] == "fits resident"
+
+
+def test_plan(run, path):
+    code, out, err = run("plan", path, "--gpu-memory", "8GB", "--context", 4096, "--batch", 1)
+    assert code == 0 and not err
+    for word in ("routed_experts", "parameters", "fits resident", "smallest budget", "KV cache", "bytes per token"):
+        assert word in out
+    code, out, err = run("plan", path, "--gpu-memory", "8GB", "--json", "--hit-rate", "0.5", "--expert-bits", 4)
+    got = json.loads(out)
+    assert code == 0 and got["plan"]["verdict"] == "fits resident" and got["per_token"]["hit_rate"] == 0.5
+    assert got["components"]["routed_experts"]["params"] == 3 * 8 * 3 * 64 * 32
+    code, out, err = run("plan", path / "config.json", "--gpu-memory", "50%", "--json")
+    assert code == 0 and json.loads(out)["plan"]["slots"] == 12
+
+
+def test_plan_says_when_it_cannot_run(run, path):
+    code, out, err = run("plan", path, "--gpu-memory", "1MB", "--json")
+    assert code == 1 and not err
+    p = json.loads(out)["plan"]
+    assert p["verdict"] == "cannot run" and p["slots"] == 0
+    code, out, _ = run("plan", path, "--gpu-memory", f"{p['smallest_budget']}B")
+    assert code == 0 and "fits with offload" in out
+    assert run("plan", path, "--gpu-memory", f"{p['smallest_budget'] - 1}B")[0] == 1
+
+
+def test_check(run):
+    code, out, err = run("check", "--json")
+    assert code == 0 and isinstance(json.loads(out), dict) and not err
+    assert run("check")[0] == 0
+
+
+GENERATE = {
+    "no such model": (["--model", "/no/such/folder"], "no/such/folder"),
+    "budget too small": (["--gpu-memory", "1MB"], "at least"),
+    "no budget": (["--gpu-memory", "lots"], "lots"),
+    "zero share": (["--gpu-memory", "0%"], "0"),
+    "context": (["--context", "5", "--max-new-tokens", "5"], "raise --context"),
+    "no new tokens": (["--max-new-tokens", "0"], "at least 1"),
+    "set without value": (["--set", "preload"], "KEY=VALUE"),
+    "set unknown": (["--set", "io_thread=2"], "io_threads"),
+    "set wrong": (["--set", "io_threads=many"], "io_threads"),
+    "set later": (["--set", "strict=false"], "strict"),
+    "no config file": (["--config", "/no/such.toml"], "no/such.toml"),
+    "odd config file": (["--config", "/etc/hostname"], "json or .toml"),
+    "device": (["--device", "cuda:9"], "cuda"),
+    "odd device": (["--device", "tpu7"], "tpu7"),
+    "negative temperature": (["--temperature=-1", "--max-new-tokens", "4"], "--temperature"),
+}
+
+
+@pytest.mark.parametrize("what", GENERATE)
+def test_generate_errors(what, fails, path):
+    args, word = GENERATE[what]
+    assert word in fails("generate", PROMPT, "--model", path, "--context", 128, *args)
+
+
+def test_more_errors(fails, path, tmp_path):
+    assert "prompt" in fails("generate", "", "--model", path, "--context", 64)
+    bare = write_checkpoint("olmoe", tmp_path / "bare")
+    assert "tokenizer" in fails("generate", PROMPT, "--model", bare, "--context", 64)
+    dense = tmp_path / "dense"
+    dense.mkdir()
+    (dense / "config.json").write_text('{"model_type": "llama"}')
+    assert "llama" in fails("plan", dense, "--gpu-memory", "1GB")
+    assert "config.json" in fails("plan", tmp_path / "nothing", "--gpu-memory", "1GB")
+    assert "hit_rate" in fails("plan", path, "--gpu-memory", "1GB", "--hit-rate", 7)
+    assert "context" in fails("plan", path, "--gpu-memory", "1GB", "--context", 0)
+    assert "int4" in fails("plan", path, "--gpu-memory", "1GB", "--dtype", "int4")
+
+
+def test_usage(run):
+    for args in ([], ["generate"], ["generate", "x", "--tokens", "3"], ["nothing"], ["plan"]):
+        code, out, err = run(*args)
+        assert code == 2 and not out and err.startswith("usage: expertflow") and "Traceback" not in err
+    code, out, err = run("--help")
+    assert code == 0 and "generate" in out and not err
+    code, out, err = run("generate", "--help")
+    assert code == 0 and "50%" in out
+
+
+def test_typing_errors_are_quick(run):
+    "A wrong setting is refused before torch is imported."
+    code, _, err = run("generate", "x", "--set", "io_thread=2", env={"PYTHONPROFILEIMPORTTIME": "1"})
+    assert code == 2 and "io_threads" in err and "torch" not in err
+
+
+def test_ctrl_c(repo, path):
+    "Ctrl-C in the middle of the answer: exit status 130, one line, and what was written so far."
+    args = ("--model", path, "--context", 6000, "--max-new-tokens", 5900, "--set", "preload=false")
+    p = start("generate", PROMPT, *args, repo=repo, env={"PYTHONUNBUFFERED": "1"})
+    assert p.stdout.read(1), p.stderr.read()
+    time.sleep(0.3)
+    p.send_signal(signal.SIGINT)
+    _, err = p.communicate(timeout=30)
+    assert p.returncode == 130 and err == "expertflow: interrupted\n", err
+
+
+def test_reader_goes_away(repo, path):
+    "`| head`: no traceback."
+    args = ("--model", path, "--context", 20000, "--max-new-tokens", 3000)
+    p = start("generate", PROMPT, *args, repo=repo)
+    assert p.stdout.read(1)
+    p.stdout.close()
+    assert p.wait(60) == 0 and "Traceback" not in p.stderr.read()
