@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from .config import Config, ExpertFlowError, fmt_bytes, parse_bytes
+from .config import Config, ExpertFlowError, parse_bytes
 
 # %% ../nbs/14_cli.ipynb #8f608474
 def _settings(a: argparse.Namespace) -> dict[str, Any]:
@@ -88,22 +88,19 @@ def plan(a: argparse.Namespace) -> int:
     budget = parse_budget(a.gpu_memory)
     system = parse_bytes(a.system)
     _quiet()
-    available = None
+    available, device = None, a.device or "cuda"  # an amount was named: of some card, which need not be here
     if budget is None:
         from expertflow.hardware import device_memory, pick_device
 
-        available = device_memory(pick_device(a.device or "auto"))[0]
-    inv = inventory(_where(a.path), a.dtype, a.expert_bits)
+        here = pick_device(a.device or "auto")
+        available, device = device_memory(here)[0], here.type
+    inv = inventory(_where(a.path), a.dtype, a.expert_bits, device)
     p = make_plan(inv, budget, system=system, context=a.context, batch=a.batch, available=available)
     per_token = {"hit_rate": a.hit_rate, "bytes": p.bytes_per_token(a.hit_rate)}
     if a.json:
-        parts = {k: {"params": c.params, "nbytes": c.nbytes, "stored": c.stored} for k, c in inv.components.items()}
-        print(json.dumps({"plan": p.as_dict(), "components": parts, "per_token": per_token}))
+        print(json.dumps({"plan": p.as_dict(), "inventory": inv.as_dict(), "per_token": per_token}))
     else:
-        for name, c in inv.components.items():
-            if c.params or c.nbytes:
-                print(f"  {name:<16}{c.params:>18,} parameters {fmt_bytes(c.nbytes):>10}")
-        print(p)
+        print(f"{inv}\n\n{p}")
     return 0 if p.verdict != "cannot run" else 1
 
 def _where(path: str) -> str:

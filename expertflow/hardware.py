@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ROOT', 'Mount', 'Limit', 'memory_limits', 'memory_limit', 'memory_available', 'rss', 'peak_rss', 'reset_peak_rss',
-           'cores', 'pick_device', 'device_memory', 'Environment', 'environment']
+           'give_back_freed', 'cores', 'pick_device', 'device_memory', 'Environment', 'environment']
 
 # %% ../nbs/01_hardware.ipynb #1f401a3e
 import importlib.metadata
@@ -163,6 +163,14 @@ def reset_peak_rss() -> bool: # whether the system can do it
     try: Path("/proc/self/clear_refs").write_text("5")
     except OSError: return False
     return True
+
+# %% ../nbs/01_hardware.ipynb #5c6bbacf
+def give_back_freed(threshold: int = 2**20) -> bool: # bytes; whether the C library has such a setting
+    "From now on, freed blocks of at least `threshold` bytes go back to the system at once."
+    import ctypes
+    try: mallopt = ctypes.CDLL("libc.so.6").mallopt         # glibc; M_MMAP_THRESHOLD is -3, M_TRIM_THRESHOLD -1
+    except (OSError, AttributeError): return False
+    return bool(mallopt(-3, threshold)) and bool(mallopt(-1, threshold))
 
 # %% ../nbs/01_hardware.ipynb #0325db46
 def _quota(version: int, folder: Path) -> float: # cores

@@ -17,10 +17,11 @@ torch.set_num_threads(1)
 from expertflow.flow import ExpertFlow
 from expertflow.hardware import memory_limit
 settings = json.loads(sys.argv[3])
-with ExpertFlow.from_pretrained(sys.argv[2], context=128, **settings) as flow:
-    ids = torch.arange(3, 27)[None]
+prompt = settings.pop("prompt", 24)
+with ExpertFlow.from_pretrained(sys.argv[2], **{"context": 128, **settings}) as flow:
+    ids = torch.arange(prompt)[None] % 4000 + 3
     out = flow.model.generate(ids, max_new_tokens=12, do_sample=False)
-    print(json.dumps({"tokens": out[0, 24:].tolist(), "limit": memory_limit(), **flow.report().as_dict()}))
+    print(json.dumps({"tokens": out[0, prompt:].tolist(), "limit": memory_limit(), **flow.report().as_dict()}))
 """
 
 
@@ -53,14 +54,26 @@ def group():
 
 @pytest.fixture(scope="module")
 def big(tmp_path_factory):
-    "1.8 GB of bf16 weights, 94 % of them routed experts."
+    "1.8 GB of fp32 weights, most of them routed experts."
     from expertflow.testing import write_random_olmoe
 
     path = tmp_path_factory.mktemp("big") / "olmoe"
-    write_random_olmoe(path, n_layers=6, hidden=1024, intermediate=768, n_experts=64, vocab=8192)
+    write_random_olmoe(path, n_layers=6, hidden=1024, intermediate=384, n_experts=64, vocab=8192, dtype="float32")
     yield path
     for f in path.iterdir():
         f.unlink()
+
+
+def test_long_prompts_stay_inside_the_plan(tmp_path):
+    "Prompts as long as the context allows, in bf16 and fp32: the process never grows beyond the budget."
+    from expertflow.testing import write_random_olmoe
+
+    for dtype in ("bfloat16", "float32"):
+        size = {"n_layers": 4, "hidden": 256, "intermediate": 128, "n_experts": 32, "vocab": 4096, "heads": 4}
+        path = write_random_olmoe(tmp_path / dtype, dtype=dtype, **size)
+        for context in (128, 1024):
+            got = run("/dev/null", path, gpu_memory_budget="50%", context=context, prompt=context - 12)
+            assert got["peak"] <= got["memory"]["device"]["capacity"], (dtype, context)
 
 
 def run(join, path, **settings):
