@@ -124,7 +124,7 @@ def test_plan(run, path):
     code, out, err = run("plan", path, "--gpu-memory", "8GB", "--json", "--hit-rate", "0.5", "--expert-bits", 4)
     got = json.loads(out)
     assert code == 0 and got["plan"]["verdict"] == "fits resident" and got["per_token"]["hit_rate"] == 0.5
-    assert got["components"]["routed_experts"]["params"] == 3 * 8 * 3 * 64 * 32
+    assert got["inventory"]["components"]["routed_experts"]["params"] == 3 * 8 * 3 * 64 * 32
     code, out, err = run("plan", path / "config.json", "--gpu-memory", "50%", "--json")
     assert code == 0 and json.loads(out)["plan"]["slots"] == 12
 
