@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['Batches', 'Views', 'inside', 'BuildRuntime', 'huge_pages', 'Slab', 'Readers', 'Executor', 'Tickets', 'CpuExecutor',
-           'HostTier', 'AcceleratorExecutor', 'Step', 'waves', 'project', 'own_linear', 'prefer_own_kernel',
-           'expert_rows', 'grouped_forward', 'one_row', 'ExpertParam', 'InOrder', 'eager_forward', 'repair', 'Traffic',
-           'Tables', 'Loads', 'Steps', 'Runtime', 'ForwardOnly', 'expertflow_experts', 'strip', 'attach', 'lost',
-           'own_memory', 'offloaded']
+           'pinned_rows', 'HostTier', 'AcceleratorExecutor', 'Step', 'waves', 'project', 'own_linear',
+           'prefer_own_kernel', 'expert_rows', 'grouped_forward', 'one_row', 'ExpertParam', 'InOrder', 'eager_forward',
+           'repair', 'Traffic', 'Tables', 'Loads', 'Steps', 'Runtime', 'ForwardOnly', 'expertflow_experts', 'strip',
+           'attach', 'lost', 'own_memory', 'offloaded']
 
 # %% ../nbs/10_runtime.ipynb #f82d945b
 import ctypes
@@ -71,6 +71,7 @@ class Readers:
 
     def __init__(self, n: int, name: str = "expertflow-reader"):
         self._jobs: queue.SimpleQueue[tuple[Future, Callable, tuple] | None] = queue.SimpleQueue()
+        self._closed = False
         self._threads = [threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(n)]
         for t in self._threads:
             t.start()
@@ -90,10 +91,14 @@ class Readers:
     def submit(self, fn: Callable, *args: Any, future: Future | None = None) -> Future:
         "Queues `fn(*args)`; its result, or what it raises, will be in the future."
         future = Future() if future is None else future
-        self._jobs.put((future, fn, args))
+        if self._closed:
+            future.set_exception(LoadError("the model has been closed while it was running"))
+        else:
+            self._jobs.put((future, fn, args))
         return future
 
-    def close(self, timeout: float = 5.0) -> None:
+    def close(self, timeout: float = 5.0) -> None:  # seconds, for each thread
+        self._closed = True
         for _ in self._threads:
             self._jobs.put(None)
         for t in self._threads:
@@ -103,6 +108,7 @@ class Readers:
 class Executor(Protocol):
     "Moves experts into slots."
 
+    def begin(self) -> None: ...
     def start(self, load: Load) -> None: ...
     def wait(self, slot: int) -> None: ...
     def ready(self, slot: int) -> bool: ...
@@ -151,13 +157,16 @@ class Tickets:
         self._open.pop(slot, None)
         return True
 
-# %% ../nbs/10_runtime.ipynb #bfa4dbdc
+# %% ../nbs/10_runtime.ipynb #496269a8
 class CpuExecutor:
     "Reader threads fill slots in host memory straight from the checkpoint."
 
     def __init__(self, store: ExpertStore, slab: Slab, n_threads: int = 2, timeout: float = 60.0):
         self.store, self.slab = store, slab
         self.readers, self.tickets = Readers(n_threads), Tickets(timeout)
+
+    def begin(self) -> None:
+        pass  # computing is synchronous here: when a call returns, its slots have been read
 
     def start(self, load: Load) -> None:
         self.readers.submit(self._read, load, future=self.tickets.add(load))
@@ -175,18 +184,28 @@ class CpuExecutor:
         return self.tickets.cancel(slot)
 
     def used(self, slots: Sequence[int]) -> None:
-        pass  # computing is synchronous here: when the call returns, the slot has been read
+        pass
 
     def close(self) -> None:
         self.readers.close()
 
-# %% ../nbs/10_runtime.ipynb #fdfede4e
+# %% ../nbs/10_runtime.ipynb #31352f86
+def pinned_rows(n: int, nbytes: int, pin: bool = True) -> list[Tensor]:  # n x uint8 [nbytes]
+    "Pinned host memory for `n` slots, in blocks of which at most one slot each is lost to rounding."
+    rows: list[Tensor] = []
+    while len(rows) < n:
+        left = (n - len(rows)) * nbytes
+        fit = max(1, 2 ** (left.bit_length() - 1) // nbytes)
+        rows += torch.empty(fit, nbytes, dtype=torch.uint8, pin_memory=pin).unbind()
+    return rows
+
+# %% ../nbs/10_runtime.ipynb #c34acf88
 class HostTier:
     "Experts in pinned host memory, least recently used out first. Its lock is held while a slot is found, not while it is read."
 
     def __init__(self, store: ExpertStore, n_slots: int, pin: bool):
         self.store = store
-        self.data = torch.empty(n_slots, store.slot_bytes, dtype=torch.uint8, pin_memory=pin)
+        self.data = pinned_rows(n_slots, store.slot_bytes, pin)
         self._slot: OrderedDict[tuple[int, int], int] = OrderedDict()
         self._free = list(range(n_slots))
         self._busy: dict[int, Any] = {}  # host slot -> event of the copy that reads it
@@ -216,7 +235,7 @@ class HostTier:
         with self._lock:
             self._free.append(slot)
 
-# %% ../nbs/10_runtime.ipynb #60628c2a
+# %% ../nbs/10_runtime.ipynb #3edc698d
 class AcceleratorExecutor:
     "Disk, pinned host memory, device: reads and copies in reader threads, ordered against compute by events."
 
@@ -226,9 +245,17 @@ class AcceleratorExecutor:
         self.slab = slab
         self.host = HostTier(store, host_slots, pin=True)
         self.copy_stream = torch.Stream(slab.device)
+        self._stream = torch.accelerator.current_stream(slab.device)  # that the last layer-step was queued on
+        self.copy_stream.wait_stream(self._stream)  # the slab's memory may have had another use before, whose kernels still run
         self._ready = [torch.Event(slab.device) for _ in range(slab.n_slots)]
         self._used: dict[int, torch.Event] = {}
         self.readers, self.tickets = Readers(n_threads), Tickets(timeout)
+
+    def begin(self) -> None:
+        now = torch.accelerator.current_stream(self.slab.device)
+        if now != self._stream:
+            now.wait_stream(self._stream)
+            self._stream = now
 
     def start(self, load: Load) -> None:
         self.readers.submit(self._move, load, future=self.tickets.add(load))
@@ -557,6 +584,7 @@ class Loads(Tables):
     def start(self, load: Load) -> None:
         if self.poison:
             self.slab.poison(load.slot)
+            self.executor.used([load.slot])  # on an accelerator the poison is only queued yet
         self.executor.start(load)
 
     def arrive(self, step: LayerStep, expert: int, slot: int) -> None:
@@ -571,7 +599,10 @@ class Loads(Tables):
             raise
         finally:
             self.traffic.stall += time.perf_counter() - t
-        self.traffic.bytes_loaded += self.layouts[step.layer].nbytes
+        self.landed(load)
+
+    def landed(self, load: Load) -> None:
+        self.traffic.bytes_loaded += self.layouts[load.layer].nbytes
         loaded(self.cache, load)
 
     def reap(self, wait: bool = False) -> None:
@@ -587,7 +618,7 @@ class Loads(Tables):
                     raise
                 failed(self.cache, load)
             else:
-                loaded(self.cache, load)
+                self.landed(load)
 
 # %% ../nbs/10_runtime.ipynb #bcdb214d
 class Steps(Loads):
@@ -597,6 +628,7 @@ class Steps(Loads):
         "Batches (experts, slots) to compute, in an order of our choice, until the layer-step is over."
         with self.lock:
             try:
+                self.executor.begin()
                 slots = None if self.closed else self.cache.hit_all(layer, experts)
                 if slots is not None:  # nothing to load, nothing to evict
                     yield list(experts), slots
@@ -613,6 +645,7 @@ class Steps(Loads):
         "Context of an eager layer-step: proxies find their experts in it, one by one, ascending."
         with self.lock:
             try:
+                self.executor.begin()
                 self.in_progress = s = InOrder(self, layer, experts)
                 yield
                 s.finish()
