@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['find_checkpoint', 'Room', 'look_around', 'plan_for', 'staging_bytes', 'heat_order', 'preload', 'host_slots',
-           'make_executor', 'break_stream', 'Clock', 'Generation', 'Watch', 'around_generate', 'ExpertFlow',
-           'load_tokenizer', 'admit_cache', 'load', 'open_books', 'one_line', 'load_model', 'threshold_of',
-           'build_runtime', 'encode', 'stream_text', 'Report', 'measured_peak', 'make_report', 'report_table']
+           'make_executor', 'break_stream', 'Clock', 'Generation', 'Watch', 'Requests', 'longest', 'prompt_of',
+           'around_generate', 'ExpertFlow', 'load_tokenizer', 'load', 'open_books', 'one_line', 'load_model',
+           'threshold_of', 'build_runtime', 'encode', 'stream_text', 'Report', 'measured_peak', 'make_report',
+           'report_table']
 
 # %% ../nbs/10a_flow.ipynb #93d8ee2d
 import contextlib
@@ -102,9 +103,13 @@ def plan_for(inv: Inventory, cfg: Config, room: Room, staging: int = 0) -> Plan:
 
 # %% ../nbs/10a_flow.ipynb #ce5bd27c
 def staging_bytes(ckpt: Checkpoint, cfg: Config, inv: Inventory) -> int:
-    "Host memory for experts being converted; none if they are read straight into their slots."
-    converted = quantisation(ckpt.config) is not None or cfg.dtype != "auto"
-    return 4 * cfg.io_threads * inv.expert_bytes if converted and pick_device(cfg.device).type == "cpu" else 0
+    "Host memory for weights being converted; none if they are read straight to where they stay."
+    quant, cast = quantisation(ckpt.config), cfg.dtype != "auto"
+    if pick_device(cfg.device).type != "cpu" or not (quant or cast):
+        return 0
+    experts = 4 * cfg.io_threads * inv.expert_bytes
+    files = inv.stored - inv.components["routed_experts"].stored if cast or quant == "fp8" else 0
+    return max(experts, files - inv.top_k * inv.expert_bytes)
 
 # %% ../nbs/10a_flow.ipynb #37d37634
 def heat_order(path: Path, num_experts: Sequence[int]) -> list[tuple[int, int]]:
@@ -192,12 +197,12 @@ class Clock(LogitsProcessor):
         self.ticks.append(time.perf_counter())
         return scores
 
-# %% ../nbs/10a_flow.ipynb #ac228926
+# %% ../nbs/10a_flow.ipynb #db975aa1
 @dataclass
 class Generation:
-    "One call of `generate`."
+    "One call of `generate`. Experts, bytes and stall are the model's in that time: of all threads that use it."
     prompt_tokens: int = 0  # per sequence
-    new_tokens: int = 0  # over all sequences
+    new_tokens: int = 0  # over all sequences, with the padding after those that ended early
     seconds: float = 0.0
     ttft: float | None = None  # time to first token, s
     tpot: float | None = None  # time per output token after the first, s
@@ -222,7 +227,7 @@ class Generation:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {k: getattr(self, k) for k in ("hit_rate", "tokens_per_second", "bytes_per_token")}
 
-# %% ../nbs/10a_flow.ipynb #abc2f28c
+# %% ../nbs/10a_flow.ipynb #f78134bb
 class Watch:
     "Follows one call of `generate`: what it cost, and how it ended."
 
@@ -231,22 +236,77 @@ class Watch:
         self.run = Generation(prompt_tokens=prompt_tokens)
         self.before = (rt.cache.count.hits, rt.cache.count.misses, rt.traffic.bytes_loaded, rt.traffic.stall)
 
-    def finish(self, tokens: int, error: BaseException | None = None) -> Generation:
+    def finish(self, sequences: int, tokens: int, error: BaseException | None = None) -> Generation:
+        "`tokens`: new ones of each sequence."
         r, (hits, misses, nbytes, stall), ticks = self.run, self.before, self.clock.ticks
-        r.seconds, r.new_tokens = time.perf_counter() - self.clock.start, tokens
+        r.seconds, r.new_tokens = time.perf_counter() - self.clock.start, sequences * tokens
         r.ttft = ticks[0] - self.clock.start if ticks else None
-        r.tpot = (ticks[-1] - ticks[0]) / (len(ticks) - 1) if len(ticks) > 1 else None
+        r.tpot = (ticks[-1] - ticks[0]) / (tokens - 1) if tokens > 1 and ticks else None
         r.hits, r.misses = self.rt.cache.count.hits - hits, self.rt.cache.count.misses - misses
         r.bytes_loaded, r.stall = self.rt.traffic.bytes_loaded - nbytes, self.rt.traffic.stall - stall
         r.error = f"{type(error).__name__}: {error}" if error else None
         return r
 
+# %% ../nbs/10a_flow.ipynb #aad0ff67
+class Requests:
+    "The KV caches of the requests that run now, against the ledger."
+
+    def __init__(self, inv: Inventory, plan: Plan, ledger: Ledger, block: int | None):
+        self.inv, self.plan, self.ledger, self.block = inv, plan, ledger, block
+        self.taken: dict[int, int] = {}  # thread -> bytes
+        self.lock = threading.Lock()
+
+    def admit(self, batch: int, length: int, prompt: int) -> None:
+        "Sets the cache of `batch` sequences of `length` tokens aside until `one` ends, or raises BudgetError."
+        need, me = self.inv.kv_bytes(batch, length), threading.get_ident()
+        with self.lock:
+            others, have = sum(self.taken.values()), self.ledger.held("device", "KV cache")
+            if others + need > have:
+                self._grow(others, batch, length, prompt)
+            self.taken[me] = self.taken.get(me, 0) + need
+
+    def _grow(self, others: int, batch: int, length: int, prompt: int) -> None:
+        "Beyond the plan: the workspace has to grow, too."
+        cache, space = (self.ledger.held("device", name) for name in ("KV cache", "workspace"))
+        work = self.inv.workspace_bytes(batch, length, min(prompt, self.block or prompt))
+        work = max(space, work + (self.plan.workspace if others else 0))
+        room = cache + self.ledger.free("device") - others - (work - space)
+        need = admit_kv(self.inv, max(0, room), batch, length)
+        self.ledger.resize("device", "KV cache", others + need)
+        self.ledger.resize("device", "workspace", work)
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        "The length of a request."
+        me = threading.get_ident()
+        before = self.taken.get(me)
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.taken.pop(me, None)
+                if before is not None:
+                    self.taken[me] = before
+
+# %% ../nbs/10a_flow.ipynb #abef67af
+def longest(config: GenerationConfig, model_kwargs: Mapping[str, Any], length: int) -> int:  # tokens
+    "The tokens of a sequence that the cache of a request has room for."
+    own = model_kwargs.get("cache", model_kwargs.get("past_key_values"))  # the name depends on the version of transformers
+    if own is not None:
+        return max([length, *(getattr(layer, "max_cache_len", 0) for layer in getattr(own, "layers", ()))])
+    static = "static" in str(config.cache_implementation)
+    return max(length, (getattr(config, "max_cache_len", None) or 0) if static else 0)
+
+def prompt_of(model_kwargs: Mapping[str, Any]) -> int:  # tokens
+    "The tokens that a request begins with; more than any prompt has if that is not known."
+    mask = model_kwargs.get("attention_mask")
+    return mask.shape[-1] if isinstance(mask, Tensor) else 1 << 40
+
 # %% ../nbs/10a_flow.ipynb #278ff48b
 def around_generate(cls: type[PreTrainedModel], flow: "Callable[[], ExpertFlow]") -> dict[str, Any]:
     "Methods for the offloaded subclass of `cls`: `generate` with a clock and a way out for errors, and admission."
 
-    @functools.wraps(cls.generate)  # type: ignore[attr-defined]
-    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
         clock = Clock()
         if len(args) < 3:  # positional logits_processor: leave it alone
             kwargs["logits_processor"] = LogitsProcessorList([*(kwargs.get("logits_processor") or []), clock])
@@ -254,19 +314,28 @@ def around_generate(cls: type[PreTrainedModel], flow: "Callable[[], ExpertFlow]"
         length = ids.shape[-1] if isinstance(ids, Tensor) else 0
         watch = Watch(flow().runtime, clock, length)
         try:
-            out = cls.generate(self, *args, **kwargs)  # type: ignore[attr-defined]
+            with flow().requests.one():
+                out = cls.generate(self, *args, **kwargs)  # type: ignore[attr-defined]
         except BaseException as e:
-            flow().generations.append(watch.finish(len(clock.ticks), e))
-            break_stream(kwargs.get("streamer"), e)
+            flow().generations.append(watch.finish(1, len(clock.ticks), e))
             raise
         tokens = out if isinstance(out, Tensor) else out.sequences
-        flow().generations.append(watch.finish(tokens.shape[0] * (tokens.shape[-1] - length)))
+        flow().generations.append(watch.finish(tokens.shape[0], tokens.shape[-1] - length))
         return out
 
+    @functools.wraps(cls.generate)  # type: ignore[attr-defined]
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return watched(self, *args, **kwargs)
+        except BaseException as e:
+            break_stream(kwargs.get("streamer"), e)
+            raise
+
     def _prepare_cache_for_generation(self: Any, config: Any, model_kwargs: Any, mode: Any, batch: int, length: int) -> Any:
+        self._previous_max_cache_length = -1  # else a static cache would be as long as the longest one before
         if config.use_cache is not False:
             width = max(config.num_beams or 1, config.num_return_sequences or 1)
-            admit_cache(flow(), batch * width, length)
+            flow().requests.admit(batch * width, longest(config, model_kwargs, length), prompt_of(model_kwargs))
         return cls._prepare_cache_for_generation(self, config, model_kwargs, mode, batch, length)
 
     return {"generate": generate, "_prepare_cache_for_generation": _prepare_cache_for_generation}
@@ -278,6 +347,7 @@ class ExpertFlow:
     model: Any  # the transformers model
     runtime: Runtime
     ledger: Ledger
+    requests: Requests
     host_slots = 0
 
     def __init__(self, path: Path, config: Config, plan: Plan, inv: Inventory, room: Room):
@@ -336,16 +406,6 @@ def load_tokenizer(path: Path) -> Any:
     except Exception as e:  # OSError, ValueError, KeyError, depending on what is wrong
         raise CheckpointError(f"{path}: no usable tokenizer; add tokenizer.json, or use token ids") from e
 
-def admit_cache(flow: ExpertFlow, batch: int, length: int) -> None:
-    "Makes sure that the KV cache of `batch` sequences of `length` tokens is set aside, or raises BudgetError."
-    need, have = flow.inventory.kv_bytes(batch, length), flow.ledger.held("device", "KV cache")
-    if need <= have:
-        return
-    if need - have <= flow.ledger.free("device"):
-        flow.ledger.resize("device", "KV cache", need)
-    else:
-        admit_kv(flow.inventory, have + flow.ledger.free("device"), batch, length)
-
 # %% ../nbs/10a_flow.ipynb #48da1277
 def _config_of(model: Any, config: Source, settings: dict[str, Any]) -> Config:
     "One configuration from the three ways of giving it."
@@ -359,8 +419,13 @@ def _config_of(model: Any, config: Source, settings: dict[str, Any]) -> Config:
     return cfg if cfg.model_path else Config.make(cfg, model_path=next(iter(NAMES)))
 
 # %% ../nbs/10a_flow.ipynb #a4f116ef
+_OURS = {"dtype": "dtype", "torch_dtype": "dtype", "device_map": "device"}
+_OURS |= {"experts_implementation": "experts_implementation"}
+
 def load(cfg: Config, model_kwargs: dict[str, Any]) -> ExpertFlow:
     "The whole of `from_pretrained`."
+    for key in model_kwargs.keys() & _OURS.keys():
+        raise ExpertFlowError(f"model_kwargs has {key!r}, which the plan must know of: use the setting {_OURS[key]}= instead")
     path = find_checkpoint(cfg.model_path or "")
     ckpt = Checkpoint.open(path)
     device = pick_device(cfg.device)
@@ -372,6 +437,7 @@ def load(cfg: Config, model_kwargs: dict[str, Any]) -> ExpertFlow:
     flow = ExpertFlow(path, cfg, plan, inv, room)
     flow.host_slots = host_slots(cfg, plan, device)
     flow.ledger = open_books(plan, flow.host_slots * plan.slot_bytes)
+    flow.requests = Requests(inv, plan, flow.ledger, cfg.token_block_size)
     try:
         flow.model = load_model(flow, ckpt, model_kwargs)
         if cfg.preload:
@@ -496,8 +562,10 @@ def stream_text(flow: ExpertFlow, prompt: Any, kwargs: dict[str, Any]) -> Iterat
     inputs = encode(flow, prompt) | kwargs
 
     def run() -> None:
-        with contextlib.suppress(BaseException):  # it is already on its way through the streamer
+        try:
             flow.model.generate(streamer=streamer, stopping_criteria=criteria, **inputs)
+        except BaseException as e:
+            break_stream(streamer, e)  # once more than `generate` itself, should it not have come that far
 
     thread = threading.Thread(target=run, name="expertflow-generate", daemon=True)
     thread.start()

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import errno
 import gc
+import inspect
 import json
 import linecache
 import os
@@ -622,6 +623,65 @@ def test_requests_that_outgrow_the_cache(path, want):
         assert flow.model.generate(X, max_new_tokens=24, num_beams=2, do_sample=False).shape == (1, 64)
         assert flow.model.generate(X, max_new_tokens=60, do_sample=False).shape == (1, 100)  # one sequence of both halves
         works(flow, want)
+
+
+def test_caches_of_every_kind_are_admitted(path, want):
+    from transformers import StaticCache
+
+    greedy = {"do_sample": False}
+    with load(path, context=64, batch=2) as flow:
+        model, used = flow.model, flow.ledger.snapshot()
+        own = StaticCache(config=model.config, max_cache_len=500)
+        name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        with pytest.raises(BudgetError, match="1 x 500 tokens"):
+            model.generate(X, max_new_tokens=2, **{name: own})
+        if hasattr(model.generation_config, "max_cache_len"):
+            with pytest.raises(BudgetError, match="1 x 500 tokens"):
+                model.generate(X, max_new_tokens=2, cache_implementation="static", max_cache_len=500)
+        model.generate(X, max_new_tokens=60, cache_implementation="static", disable_compile=True, **greedy)
+        two = model.generate(X.expand(2, -1), max_new_tokens=4, cache_implementation="static", disable_compile=True, **greedy)
+        assert two.shape == (2, 44)  # two of the earlier length would not have fitted
+        assisted = model.generate(X, max_new_tokens=12, assistant_model=model, **greedy)
+        assert torch.equal(assisted, want["grouped_mm"][1])
+        with pytest.raises(BudgetError):  # two caches, one for each role
+            model.generate(X, max_new_tokens=70, assistant_model=model, **greedy)
+        assert flow.ledger.snapshot() == used and not flow.requests.taken
+
+
+def test_requests_of_two_threads_share_the_reservation(path, want):
+    with load(path, context=64) as flow:
+        inside, go, first = threading.Event(), threading.Event(), []
+
+        class Hold:
+            def __call__(self, ids, scores, **_):
+                inside.set()
+                go.wait(60)
+                return torch.zeros(len(ids), dtype=torch.bool)
+
+        def run():
+            first.append(flow.model.generate(X, max_new_tokens=20, do_sample=False, stopping_criteria=[Hold()]))
+
+        t = threading.Thread(target=run)
+        t.start()
+        assert inside.wait(60)
+        with pytest.raises(BudgetError, match="KV cache"):
+            flow.model.generate(X, max_new_tokens=20, do_sample=False)
+        go.set()
+        t.join(60)
+        assert torch.equal(first[0][:, :52], want["grouped_mm"][1])
+        works(flow, want)
+
+
+def test_settings_that_the_plan_must_know(path):
+    for key, x in (("dtype", torch.float16), ("experts_implementation", "eager"), ("device_map", "auto")):
+        with pytest.raises(ExpertFlowError, match=f"model_kwargs has '{key}'.*use the setting") as e:
+            load(path, model_kwargs={key: x})
+        one_line(e)
+
+
+def test_a_stream_with_senseless_arguments_ends(path):
+    with load(path) as flow, pytest.raises(TypeError):
+        flow.generate("To be", logits_processor=5)
 
 
 def test_the_smallest_budget(path, want):
