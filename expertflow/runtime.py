@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Batches', 'Views', 'inside', 'BuildRuntime', 'huge_pages', 'Slab', 'Readers', 'Executor', 'Tickets', 'CpuExecutor',
-           'pinned_rows', 'HostTier', 'AcceleratorExecutor', 'Step', 'waves', 'project', 'own_linear',
+           'pinned_rows', 'HostTier', 'Copies', 'AcceleratorExecutor', 'Step', 'waves', 'project', 'own_linear',
            'prefer_own_kernel', 'expert_rows', 'grouped_forward', 'one_row', 'ExpertParam', 'InOrder', 'eager_forward',
            'repair', 'Traffic', 'Tables', 'Loads', 'Steps', 'Runtime', 'ForwardOnly', 'expertflow_experts', 'strip',
            'attach', 'lost', 'own_memory', 'offloaded']
@@ -235,27 +235,50 @@ class HostTier:
         with self._lock:
             self._free.append(slot)
 
-# %% ../nbs/10_runtime.ipynb #3edc698d
+# %% ../nbs/10_runtime.ipynb #3ee2fef5
+class Copies:
+    "Copies into the slots of a device, on a stream of their own, ordered against what is computed by events."
+
+    def __init__(self, slab: Slab):
+        self.slab, self.stream = slab, torch.Stream(slab.device)
+        self.compute = torch.accelerator.current_stream(slab.device)  # that the last layer-step was queued on
+        self.stream.wait_stream(self.compute)  # the slab's memory may have had another use before, whose kernels still run
+        self._ready = [torch.Event(slab.device) for _ in range(slab.n_slots)]
+        self._used: dict[int, torch.Event] = {}
+
+    def begin(self) -> None:
+        now = torch.accelerator.current_stream(self.slab.device)
+        if now != self.compute:
+            now.wait_stream(self.compute)
+            self.compute = now
+
+    def copy(self, source: Tensor, slot: int) -> torch.Event:
+        "Queues a copy of pinned memory into `slot`; the event marks its end. Called by reader threads."
+        with self.stream:
+            if (used := self._used.pop(slot, None)) is not None:
+                self.stream.wait_event(used)
+            self.slab.data[slot].copy_(source, non_blocking=True)
+            self._ready[slot].record(self.stream)
+            return self.stream.record_event()
+
+    def wait(self, slot: int) -> None:
+        torch.accelerator.current_stream(self.slab.device).wait_event(self._ready[slot])
+
+    def used(self, slots: Sequence[int]) -> None:
+        event = torch.accelerator.current_stream(self.slab.device).record_event()
+        self._used.update(dict.fromkeys(slots, event))
+
+# %% ../nbs/10_runtime.ipynb #5350459f
 class AcceleratorExecutor:
-    "Disk, pinned host memory, device: reads and copies in reader threads, ordered against compute by events."
+    "Disk, pinned host memory, device: reads and copies are queued by reader threads."
 
     def __init__(self, store: ExpertStore, slab: Slab, host_slots: int, n_threads: int = 2, timeout: float = 60.0):
         if host_slots <= n_threads:
             raise ValueError(f"{host_slots} host slots for {n_threads} reader threads: at least one more is needed")
-        self.slab = slab
-        self.host = HostTier(store, host_slots, pin=True)
-        self.copy_stream = torch.Stream(slab.device)
-        self._stream = torch.accelerator.current_stream(slab.device)  # that the last layer-step was queued on
-        self.copy_stream.wait_stream(self._stream)  # the slab's memory may have had another use before, whose kernels still run
-        self._ready = [torch.Event(slab.device) for _ in range(slab.n_slots)]
-        self._used: dict[int, torch.Event] = {}
+        self.host, self.copies = HostTier(store, host_slots, pin=True), Copies(slab)
+        self.begin, self.used = self.copies.begin, self.copies.used
         self.readers, self.tickets = Readers(n_threads), Tickets(timeout)
-
-    def begin(self) -> None:
-        now = torch.accelerator.current_stream(self.slab.device)
-        if now != self._stream:
-            now.wait_stream(self._stream)
-            self._stream = now
+        self.ready, self.cancel = self.tickets.done, self.tickets.cancel
 
     def start(self, load: Load) -> None:
         self.readers.submit(self._move, load, future=self.tickets.add(load))
@@ -265,12 +288,7 @@ class AcceleratorExecutor:
         try:
             if not have:
                 self.host.read(load.layer, load.expert, slot)
-            with self.copy_stream:
-                if (used := self._used.pop(load.slot, None)) is not None:
-                    self.copy_stream.wait_event(used)
-                self.slab.data[load.slot].copy_(self.host.data[slot], non_blocking=True)
-                self._ready[load.slot].record(self.copy_stream)
-                copied = self.copy_stream.record_event()
+            copied = self.copies.copy(self.host.data[slot], load.slot)
         except BaseException:
             self.host.give_back(slot)
             raise
@@ -278,21 +296,11 @@ class AcceleratorExecutor:
 
     def wait(self, slot: int) -> None:
         self.tickets.wait(slot)
-        torch.accelerator.current_stream(self.slab.device).wait_event(self._ready[slot])
-
-    def ready(self, slot: int) -> bool:
-        return self.tickets.done(slot)
-
-    def cancel(self, slot: int) -> bool:
-        return self.tickets.cancel(slot)
-
-    def used(self, slots: Sequence[int]) -> None:
-        event = torch.accelerator.current_stream(self.slab.device).record_event()
-        self._used.update(dict.fromkeys(slots, event))
+        self.copies.wait(slot)
 
     def close(self) -> None:
         self.readers.close()
-        self.copy_stream.synchronize()
+        self.copies.stream.synchronize()
 
 # %% ../nbs/10_runtime.ipynb #4acbfe20
 class Step:
@@ -379,7 +387,7 @@ def project(
         out.append(y.add_(w[name + "_bias"]) if module.has_bias else y)
     return torch.cat(out) if len(out) > 1 else out[0]
 
-# %% ../nbs/10_runtime.ipynb #8b7432aa
+# %% ../nbs/10_runtime.ipynb #305e6895
 class _Inside:
     "Counts the threads that are inside offloaded models; none comes in while `lock` is held."
 
@@ -397,7 +405,7 @@ class _Inside:
 inside = _Inside()
 
 def own_linear(x: Tensor, w: Tensor) -> Tensor:
-    "`linear(x, w)` with oneDNN off, unless another thread would notice."
+    "`linear(x, w)` with oneDNN off, unless another thread is inside an offloaded model."
     with inside.lock:
         if inside.threads > 1 or not torch._C._get_mkldnn_enabled():
             return linear(x, w)
@@ -407,6 +415,7 @@ def own_linear(x: Tensor, w: Tensor) -> Tensor:
         finally:
             torch._C._set_mkldnn_enabled(True)
 
+# %% ../nbs/10_runtime.ipynb #0a0fffdc
 def prefer_own_kernel(shape: Sequence[int], dtype: torch.dtype, repeats: int = 20) -> bool:
     "True if torch's own kernel multiplies one row with a weight of that shape to the same bits, and at least 10 % faster."
     if dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
@@ -795,6 +804,7 @@ _MOVES = {"cpu": "cpu", "cuda": "cuda", "half": torch.float16, "float": torch.fl
 
 _GUARDS = {
     "__call__": _call,
+    "_valid_auto_compile_criteria": lambda *_: False,  # no compiling: a graph does not wait for a thread
     "to": _to,
     "save_pretrained": _refuse("save_pretrained()", "copy the checkpoint directory, it is complete"),
     "push_to_hub": _refuse("push_to_hub()", "upload the checkpoint directory, it is complete"),
