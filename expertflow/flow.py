@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['find_checkpoint', 'Room', 'look_around', 'plan_for', 'staging_bytes', 'heat_order', 'preload', 'host_slots',
            'make_executor', 'break_stream', 'Clock', 'Generation', 'Watch', 'Requests', 'longest', 'prompt_of',
-           'around_generate', 'ExpertFlow', 'load_tokenizer', 'load', 'open_books', 'one_line', 'load_model',
+           'around_generate', 'Parts', 'ExpertFlow', 'load_tokenizer', 'load', 'open_books', 'one_line', 'load_model',
            'threshold_of', 'build_runtime', 'encode', 'stream_text', 'Report', 'measured_peak', 'make_report',
            'report_table']
 
@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -270,8 +270,14 @@ class Requests:
         cache, space = (self.ledger.held("device", name) for name in ("KV cache", "workspace"))
         work = self.inv.workspace_bytes(batch, length, min(prompt, self.block or prompt))
         work = max(space, work + (self.plan.workspace if others else 0))
-        room = cache + self.ledger.free("device") - others - (work - space)
+        room = cache + self.ledger.free("device") - others
         need = admit_kv(self.inv, max(0, room), batch, length)
+        if need + work - space > room:
+            sizes = [fmt_bytes(x, up=True) for x in (need, work)]
+            raise BudgetError(
+                f"{batch} x {length} tokens need {sizes[0]} of KV cache and {sizes[1]} of workspace, {fmt_bytes(room + space)} "
+                "are reserved or free; raise gpu_memory_budget=, or lower token_block_size= or the batch"
+            )
         self.ledger.resize("device", "KV cache", others + need)
         self.ledger.resize("device", "workspace", work)
 
@@ -340,9 +346,9 @@ def around_generate(cls: type[PreTrainedModel], flow: "Callable[[], ExpertFlow]"
 
     return {"generate": generate, "_prepare_cache_for_generation": _prepare_cache_for_generation}
 
-# %% ../nbs/10a_flow.ipynb #88ac5ab8
-class ExpertFlow:
-    "A mixture-of-experts model under a memory budget. Make one with `ExpertFlow.from_pretrained`."
+# %% ../nbs/10a_flow.ipynb #7da947b9
+class Parts:
+    "What a loaded model consists of, and how it is closed."
 
     model: Any  # the transformers model
     runtime: Runtime
@@ -354,6 +360,21 @@ class ExpertFlow:
         self.path, self.config, self.plan, self.inventory, self.room = path, config, plan, inv, room
         self.device = pick_device(config.device)
         self.generations: list[Generation] = []
+
+    def close(self) -> None:
+        "Ends the reader threads and closes the files. The model cannot be used afterwards."
+        if hasattr(self, "runtime"):
+            self.runtime.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+# %% ../nbs/10a_flow.ipynb #b79215b6
+class ExpertFlow(Parts):
+    "A mixture-of-experts model under a memory budget. Make one with `ExpertFlow.from_pretrained`."
 
     @classmethod
     def from_pretrained(
@@ -383,17 +404,6 @@ class ExpertFlow:
     def report(self) -> "Report":
         "Where the time and the bytes went."
         return make_report(self)
-
-    def close(self) -> None:
-        "Ends the reader threads and closes the files. The model cannot be used afterwards."
-        if hasattr(self, "runtime"):
-            self.runtime.close()
-
-    def __enter__(self) -> "ExpertFlow":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 # %% ../nbs/10a_flow.ipynb #58e0304d
 def load_tokenizer(path: Path) -> Any:
