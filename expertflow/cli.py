@@ -30,10 +30,11 @@ def _settings(a: argparse.Namespace) -> dict[str, Any]:
             found[key.strip()] = value  # a bare word
     return found
 
-# %% ../nbs/14_cli.ipynb #eb9ece92
+# %% ../nbs/14_cli.ipynb #5f100c5b
 def generate(a: argparse.Namespace) -> int:
     "Streams the answer; with --json prints one JSON object at the end instead."
-    cfg = Config.make(a.config, **_settings(a))  # before torch is imported: a typing error should be quick
+    cfg = Config.make(a.config, **_settings(a))
+    _check_numbers(a)
     from expertflow.flow import ExpertFlow
 
     _quiet()
@@ -64,12 +65,15 @@ def _quiet() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
-# %% ../nbs/14_cli.ipynb #30572404
-def _fit_context(flow: Any, a: argparse.Namespace) -> None:
+# %% ../nbs/14_cli.ipynb #d2fcd135
+def _check_numbers(a: argparse.Namespace) -> None:
     if a.max_new_tokens < 1:
         raise ExpertFlowError(f"--max-new-tokens {a.max_new_tokens}: at least 1")
     if not 0 <= a.temperature < float("inf"):
         raise ExpertFlowError(f"--temperature {a.temperature}: 0 (greedy) or more")
+
+# %% ../nbs/14_cli.ipynb #30572404
+def _fit_context(flow: Any, a: argparse.Namespace) -> None:
     from expertflow.flow import encode
 
     n = encode(flow, a.prompt)["input_ids"].shape[1]
