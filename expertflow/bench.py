@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
 from .config import ExpertFlowError, fmt_bytes
 from .flow import ExpertFlow, find_checkpoint
+from .hardware import environment
 
 # %% ../nbs/12a_bench.ipynb #2125d907
 @dataclass
@@ -128,4 +130,5 @@ def memory_alone(path: Path, flow: ExpertFlow, new_tokens: int, prompt: str) -> 
 # %% ../nbs/12a_bench.ipynb #5f814d5b
 def as_json(rows: Sequence[Row], model: str) -> dict[str, Any]:
     "The rows with what is needed to judge them."
-    return {"model": model, "torch": torch.__version__, "threads": torch.get_num_threads(), "rows": [asdict(r) for r in rows]}
+    about = {"torch": torch.__version__, "transformers": transformers.__version__, "threads": torch.get_num_threads()}
+    return {"model": model, **about, "processor": environment().get("cpu"), "rows": [asdict(r) for r in rows]}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -318,6 +319,7 @@ def test_other_dtype(stored, dtype, tmp_path):
         compare(resident(p, dtype=getattr(torch, dtype)), f)
 
 
+@pytest.mark.skipif(transformers.__version__.startswith("5.16."), reason="transformers 5.16 cannot load FP8 itself: no reference")
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "mixtral", "minimax_m2"])
 @pytest.mark.parametrize("mode", ["grouped_mm", "eager"])
 def test_fp8_blocks(family, mode, tmp_path):
