@@ -447,6 +447,8 @@ def expert_rows(module: Any, parts: Sequence[Tensor], experts: Sequence[Views], 
 def grouped_forward(rt: "Runtime", layer: int, module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     "Equal bits to transformers' `grouped_mm` experts, in whatever order the experts arrive."
     N, K = index.shape
+    if N == 0:
+        return torch.empty_like(hidden)
     if N == 1 and len(set(ids := index[0].tolist())) == K:
         return one_row(rt, layer, module, hidden, ids, weights)
     keys, perm = torch.sort(index.reshape(-1))
