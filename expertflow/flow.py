@@ -47,10 +47,13 @@ from .runtime import AcceleratorExecutor, CpuExecutor, Executor, Runtime, Slab, 
 def find_checkpoint(name: str | Path) -> Path:
     "The folder of a checkpoint: as given, assembled from the bundled recipe, or fetched from the hub."
     path = Path(name).expanduser()
-    if path.is_dir():
-        return path
-    if path.is_file():
-        return path.parent
+    try:
+        if path.is_dir():
+            return path
+        if path.is_file():
+            return path.parent
+    except OSError as e:  # too long, or not ours to look at
+        raise CheckpointError(f"{str(name)[:80]!r} cannot be looked at ({e.strerror}): check the path") from None
     if str(name) in NAMES:
         return ensure(str(name))
     if str(name).count("/") == 1 and not str(name).startswith((".", "/", "~")):
@@ -564,8 +567,8 @@ def encode(flow: ExpertFlow, prompt: Any) -> dict[str, Tensor]:
 # %% ../nbs/10a_flow.ipynb #b3b7eeec
 def stream_text(flow: ExpertFlow, prompt: Any, kwargs: dict[str, Any]) -> Iterator[str]:
     "Runs `generate` in a thread and yields text as it comes; what it raises is raised here, after the thread has ended."
-    if "streamer" in kwargs:
-        raise ExpertFlowError("streamer= is taken, stream() has its own: use flow.model.generate with yours")
+    for key in kwargs.keys() & {"streamer", "inputs", "input_ids", "inputs_embeds"}:
+        raise ExpertFlowError(f"{key}= is taken, stream() and generate() have their own: use flow.model.generate with yours")
     streamer = TextIteratorStreamer(flow.tokenizer, skip_prompt=True, skip_special_tokens=True)
     stop = threading.Event()
     criteria = [*(kwargs.pop("stopping_criteria", None) or []), _Stop(stop)]

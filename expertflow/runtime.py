@@ -12,6 +12,7 @@ __all__ = ['Batches', 'Views', 'inside', 'BuildRuntime', 'huge_pages', 'Slab', '
 # %% ../nbs/10_runtime.ipynb #f82d945b
 import ctypes
 import mmap
+import os
 import queue
 import re
 import threading
@@ -71,7 +72,7 @@ class Readers:
 
     def __init__(self, n: int, name: str = "expertflow-reader"):
         self._jobs: queue.SimpleQueue[tuple[Future, Callable, tuple] | None] = queue.SimpleQueue()
-        self._closed = False
+        self._closed, self._pid = False, os.getpid()
         self._threads = [threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(n)]
         for t in self._threads:
             t.start()
@@ -93,6 +94,8 @@ class Readers:
         future = Future() if future is None else future
         if self._closed:
             future.set_exception(LoadError("the model has been closed while it was running"))
+        elif os.getpid() != self._pid:  # threads do not survive a fork
+            future.set_exception(LoadError("this process was forked after the model was loaded: load the model in it"))
         else:
             self._jobs.put((future, fn, args))
         return future
@@ -730,6 +733,7 @@ class ForwardOnly(torch.autograd.Function):
         raise ExpertFlowError("no gradient through offloaded experts: they are for inference; train the resident model")
 
 # %% ../nbs/10_runtime.ipynb #3a9870a5
+@torch.compiler.disable  # torch.compile(model) may have the rest: a graph does not wait for a thread
 def expertflow_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     "Experts implementation `expertflow`: hidden [N, H], index and weights [N, K] -> [N, H]."
     rt, layer = self._expertflow
@@ -796,6 +800,12 @@ def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     with inside:
         return nn.Module.__call__(self, *args, **kwargs)
 
+def _shallow(self: nn.Module) -> nn.Module:
+    "The same model under another name, as copy.copy does it."
+    new = type(self).__new__(type(self))
+    new.__dict__.update(self.__dict__)
+    return new
+
 def _move(where: Any) -> Callable:
     def method(self: nn.Module, device: Any = None) -> Any:
         return _to(self, where if device is None else torch.device(where, device) if isinstance(device, int) else device)
@@ -804,12 +814,14 @@ def _move(where: Any) -> Callable:
 _MOVES = {"cpu": "cpu", "cuda": "cuda", "half": torch.float16, "float": torch.float32, "double": torch.float64,
           "bfloat16": torch.bfloat16}  # fmt: skip
 
-_GUARDS = {
+_GUARDS: dict[str, Any] = {
     "__call__": _call,
     "_valid_auto_compile_criteria": lambda *_: False,  # no compiling: a graph does not wait for a thread
     "to": _to,
     "save_pretrained": _refuse("save_pretrained()", "copy the checkpoint directory, it is complete"),
     "push_to_hub": _refuse("push_to_hub()", "upload the checkpoint directory, it is complete"),
+    "__copy__": _shallow,
+    "__reduce_ex__": _refuse("pickling (torch.save)", "pass on the checkpoint's path, and load it there"),
     "__deepcopy__": _refuse("deepcopy", "load the checkpoint a second time"),
     **{k: _move(where) for k, where in _MOVES.items()},
 }

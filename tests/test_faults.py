@@ -5,9 +5,11 @@ import copy
 import errno
 import gc
 import inspect
+import io
 import json
 import linecache
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -585,6 +587,7 @@ def test_guards(path, want, tmp_path):
             lambda: model.to(device="cpu", dtype=torch.float16), lambda: model.cuda(), lambda: model.bfloat16(),
             lambda: model.double(), lambda: model.to(torch.zeros(1, dtype=torch.float64)),
             lambda: model.save_pretrained(tmp_path / "out"), lambda: model.push_to_hub("x/y"), lambda: copy.deepcopy(model),
+            lambda: pickle.dumps(model), lambda: torch.save(model, io.BytesIO()), lambda: flow.generate("x", input_ids=X),
         ):  # fmt: skip
             with pytest.raises(ExpertFlowError) as e:
                 use()
@@ -597,6 +600,25 @@ def test_guards(path, want, tmp_path):
         assert not model._valid_auto_compile_criteria({}, model.generation_config)  # else a static cache compiles on a GPU
         with pytest.raises(ExpertFlowError, match="only there while"):
             model.model.layers[0].mlp.experts.down_proj[0]
+        works(flow, want)
+        assert torch.equal(copy.copy(model)(X).logits, model(X).logits)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_a_forked_process_says_so_at_once(path, want):
+    with load(path) as flow:
+        readers = flow.runtime.executor.readers
+        end, pid = os.pipe(), os.fork()
+        if not pid:  # the child has no reader threads
+            try:
+                os.write(end[1], str(readers.submit(int).exception(timeout=5)).encode())
+            finally:
+                os._exit(0)
+        os.close(end[1])
+        assert b"forked" in os.read(end[0], 1000)
+        os.close(end[0])
+        os.waitpid(pid, 0)
         works(flow, want)
 
 
