@@ -307,7 +307,7 @@ class Meanwhile(LogitsProcessor):
 def vandalise(path, how):
     "Changes every file of a checkpoint; returns what undoes it."
     undo = []
-    for f in path.glob("*.safetensors"):
+    for f in sorted(path.glob("*.safetensors")):  # first the list: a replaced file could be met twice
         st, data, away = f.stat(), f.read_bytes(), f.with_suffix(".away")
         if how == "truncated":
             os.truncate(f, 100)
