@@ -71,6 +71,8 @@ def _check_numbers(a: argparse.Namespace) -> None:
         raise ExpertFlowError(f"--max-new-tokens {a.max_new_tokens}: at least 1")
     if not 0 <= a.temperature < float("inf"):
         raise ExpertFlowError(f"--temperature {a.temperature}: 0 (greedy) or more")
+    if not 0 <= a.seed < 2**63:
+        raise ExpertFlowError(f"--seed {a.seed}: 0 or more, and below 2**63")
 
 # %% ../nbs/14_cli.ipynb #30572404
 def _fit_context(flow: Any, a: argparse.Namespace) -> None:

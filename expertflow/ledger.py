@@ -431,11 +431,15 @@ class Inventory:
 
     def kv_bytes(self, batch: int, context: int) -> int: return self.kv(*_sizes(batch, context))
     def workspace_bytes(self, batch: int, context: int, prompt: int | None = None) -> int:
-        return self.workspace(*_sizes(batch, context), prompt)
+        if math.prod(_sizes(batch, context)) > _MOST:
+            raise ConfigError(f"batch={batch} with context={context}: no machine has memory for that; lower them")
+        return self.workspace(batch, context, prompt)
     def as_dict(self) -> dict[str, Any]: return _inventory_dict(self)
     def __str__(self) -> str: return _inventory_table(self)
 
 # %% ../nbs/03_ledger.ipynb #e144c031
+_MOST = 10**9                           # tokens in all sequences: beyond, sizes overflow 64 bits
+
 def _sizes(batch: int, context: int) -> tuple[int, int]:
     "Both are counts, and at least one."
     for name, x in (("batch", batch), ("context", context)):

@@ -161,6 +161,8 @@ GENERATE = {
     "device": (["--device", "cuda:9"], "cuda"),
     "odd device": (["--device", "tpu7"], "tpu7"),
     "negative temperature": (["--temperature=-1", "--max-new-tokens", "4"], "--temperature"),
+    "huge seed": (["--seed", "1" + "0" * 20, "--max-new-tokens", "4"], "--seed"),
+    "huge context": (["--context", "1" + "0" * 12], "context=1000000000000"),
 }
 
 
