@@ -571,6 +571,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'expertflow/runtime.py'),
                                     'expertflow.runtime._refuse': ('runtime.html#_refuse', 'expertflow/runtime.py'),
                                     'expertflow.runtime._seconds': ('runtime.html#_seconds', 'expertflow/runtime.py'),
+                                    'expertflow.runtime._shallow': ('runtime.html#_shallow', 'expertflow/runtime.py'),
                                     'expertflow.runtime._to': ('runtime.html#_to', 'expertflow/runtime.py'),
                                     'expertflow.runtime._unread': ('runtime.html#_unread', 'expertflow/runtime.py'),
                                     'expertflow.runtime.attach': ('runtime.html#attach', 'expertflow/runtime.py'),

@@ -74,6 +74,8 @@ def _damaged(file: Path, what: str, remedy: str = "download it again") -> Checkp
 def _header_bytes(file: Path) -> tuple[bytes, int, Stamp]:
     """The JSON header of a safetensors file, where its data starts, and the file's stamp."""
     try:
+        if file.exists() and not file.is_file():  # opening a pipe would wait for somebody to write into it
+            raise _damaged(file, "is not a regular file")
         with open(file, "rb") as f:
             stamp = Stamp.of(os.fstat(f.fileno()))
             first = f.read(8)

@@ -569,6 +569,9 @@ def stream_text(flow: ExpertFlow, prompt: Any, kwargs: dict[str, Any]) -> Iterat
     "Runs `generate` in a thread and yields text as it comes; what it raises is raised here, after the thread has ended."
     for key in kwargs.keys() & {"streamer", "inputs", "input_ids", "inputs_embeds"}:
         raise ExpertFlowError(f"{key}= is taken, stream() and generate() have their own: use flow.model.generate with yours")
+    for key in ("num_beams", "num_return_sequences"):
+        if (n := kwargs.get(key)) not in (None, 1):
+            raise ExpertFlowError(f"{key}={n!r}: text can be streamed of one sequence only; use flow.model.generate")
     streamer = TextIteratorStreamer(flow.tokenizer, skip_prompt=True, skip_special_tokens=True)
     stop = threading.Event()
     criteria = [*(kwargs.pop("stopping_criteria", None) or []), _Stop(stop)]

@@ -44,7 +44,7 @@ from expertflow.config import (
     UnsupportedModelError,
 )
 from expertflow.flow import ExpertFlow
-from expertflow.testing import write_checkpoint
+from expertflow.testing import write_checkpoint, write_tokenizer
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
@@ -853,3 +853,21 @@ def test_no_such_device(path):
         with pytest.raises(ExpertFlowError) as e:
             ExpertFlow.from_pretrained(path, context=64, device=device)
         assert device.partition(":")[0] in one_line(e)
+
+
+def test_a_pipe_among_the_shards(path):
+    "Refused, not waited for."
+    shard = sorted(path.glob("*.safetensors"))[0]
+    shard.unlink()
+    os.mkfifo(shard)
+    with pytest.raises(CheckpointError, match="is not a regular file"):
+        load(path)
+
+
+def test_text_of_one_sequence_only(path):
+    "Beams and several answers have no one stream of text: said at once, with what does have them."
+    write_tokenizer(path)
+    with load(path, "grouped_mm") as flow:
+        for key in ("num_beams", "num_return_sequences"):
+            with pytest.raises(ExpertFlowError, match=f"{key}=2: .* use flow.model.generate"):
+                flow.generate("hello", max_new_tokens=2, **{key: 2})
