@@ -461,7 +461,7 @@ def test_a_stuck_read(mode, threads, path, want, monkeypatch):
             with pytest.raises(LoadError, match=r"expert \d of MoE layer \d has not arrived within 0.4 s") as e:
                 generate(flow)
             one_line(e)
-            assert time.perf_counter() - t < 3
+            assert time.perf_counter() - t < 20  # not for ever; a busy machine is slow
             check(flow.runtime.cache)
             assert not flow.runtime.cache.pins.any()
         gate.set()
@@ -485,8 +485,10 @@ def test_one_read_hangs_for_a_while(mode, path, want, monkeypatch):
         for _ in range(3):
             with pytest.raises(LoadError, match="has not arrived"):
                 generate(flow)
-        time.sleep(0.1)
-        flow.runtime.reap()
+        deadline = time.monotonic() + 20
+        while flow.runtime.cache.loading.sum() > 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+            flow.runtime.reap()
         assert flow.runtime.cache.loading.sum() == 1
         gate.set()
         works(flow, want, mode)
@@ -513,7 +515,7 @@ def test_interrupted_while_waiting(mode, budget, path, want, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             generate(flow)
         timer.join()
-        assert time.perf_counter() - t < 2
+        assert time.perf_counter() - t < 20
         assert flow.generations[-1].error == "KeyboardInterrupt: "
         check(flow.runtime.cache)
         assert not flow.runtime.cache.pins.any() and flow.runtime.cache.loading.any()
