@@ -421,7 +421,7 @@ def test_error_reaches_the_consumer_of_stream(path, want, monkeypatch):
             one_line(e)
             assert ours() == threads
         with pytest.raises(ValueError):  # not only our own errors
-            list(flow.stream("fox", max_new_tokens=5, num_beams=2))
+            list(flow.stream("fox", max_new_tokens=5, no_such_keyword=1))
         with pytest.raises(ExpertFlowError, match="streamer"):
             list(flow.stream("fox", streamer=TextIteratorStreamer(flow.tokenizer)))
         disk.rule = None
