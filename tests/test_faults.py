@@ -582,7 +582,6 @@ def test_interrupted_anywhere(mode, path, want):
             assert torch.equal(flow.model(X).logits, want[mode][0]), n
         assert where or n > lines - 200
         settled(flow)
-    expertflow.runtime.inside.threads = 0
 
 
 # ---- what an offloaded model cannot do ----
