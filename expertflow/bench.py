@@ -24,12 +24,13 @@ from .config import ExpertFlowError, fmt_bytes
 from .flow import ExpertFlow, find_checkpoint
 from .hardware import environment
 
-# %% ../nbs/12a_bench.ipynb #2125d907
+# %% ../nbs/12a_bench.ipynb #58346346
 @dataclass
 class Row:
     "A budget, measured."
     budget: str
     ratio: float  # tokens/s relative to plain transformers, median over rounds
+    quartiles: tuple[float, float]  # of the same ratio, over rounds
     tokens_per_second: float  # median over rounds
     hit_rate: float
     bytes_per_token: float
@@ -39,11 +40,11 @@ class Row:
 
 def table(rows: Sequence[Row], model: str) -> str:
     "The rows as a Markdown table."
-    head = ["model", "budget (share of experts)", "tokens/s, ratio to plain transformers", "hit rate"]
+    head = ["model", "budget (share of experts)", "tokens/s, ratio to plain transformers (quartiles)", "hit rate"]
     head += ["bytes loaded per token", "peak memory / planned", "tokens equal"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for r in rows:
-        cells = [model, r.budget, f"{r.ratio:.2f}", f"{r.hit_rate:.0%}"]
+        cells = [model, r.budget, f"{r.ratio:.2f} ({r.quartiles[0]:.2f}–{r.quartiles[1]:.2f})", f"{r.hit_rate:.0%}"]
         cells += [fmt_bytes(round(r.bytes_per_token)), f"{fmt_bytes(r.peak)} / {fmt_bytes(r.planned)}"]
         cells += ["yes" if r.equal else "NO"]
         lines.append("| " + " | ".join(cells) + " |")
@@ -62,13 +63,13 @@ def _decode_rate(model: Any, ids: torch.Tensor, n: int) -> tuple[float, list[int
     out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, logits_processor=[tick], **length)
     return (len(ticks) - 1) / (ticks[-1] - ticks[0]), out[0, ids.shape[1]:].tolist()
 
-# %% ../nbs/12a_bench.ipynb #89f3aee0
+# %% ../nbs/12a_bench.ipynb #23116b3f
 def measure(
     model: str | Path,
     budgets: Sequence[str] = ("100%", "50%", "25%"),
     prompt: str = "Explain in a few sentences why the sky is blue.",
-    new_tokens: int = 64,
-    rounds: int = 5,
+    new_tokens: int = 32,
+    rounds: int = 12,
     settings: dict[str, Any] | None = None,  # more keys of the configuration
 ) -> list[Row]:
     "Plain transformers and every budget in alternating rounds; the first round warms up and does not count."
@@ -79,8 +80,9 @@ def measure(
         ids = _prompt_ids(flows[budgets[0]], prompt)
         rates: dict[str, list[float]] = {b: [] for b in ("plain", *budgets)}
         tokens: dict[str, list[int]] = {}
+        models = [("plain", plain), *((b, f.model) for b, f in flows.items())]
         for i in range(rounds + 1):
-            for name, m in {"plain": plain, **{b: f.model for b, f in flows.items()}}.items():
+            for name, m in models[i % len(models) :] + models[: i % len(models)]:
                 rate, tokens[name] = _decode_rate(m, ids, new_tokens)
                 if i:
                     rates[name].append(rate)
@@ -98,13 +100,14 @@ def _prompt_ids(flow: ExpertFlow, prompt: str) -> torch.Tensor:
         return torch.arange(1, 33)[None] % flow.model.config.vocab_size
     return tok(prompt, return_tensors="pt").input_ids
 
-# %% ../nbs/12a_bench.ipynb #cea7f4ee
+# %% ../nbs/12a_bench.ipynb #6583911d
 def _row(budget: str, flow: ExpertFlow, rates: list[float], plain: list[float], equal: bool, peak: int, plan: int) -> Row:
     runs = flow.generations[1:]
     hits, needed = sum(r.hits for r in runs), sum(r.hits + r.misses for r in runs)
     loaded = sum(r.bytes_loaded for r in runs) / max(1, sum(r.new_tokens for r in runs))
-    ratio = statistics.median(a / b for a, b in zip(rates, plain, strict=True))
-    return Row(budget, ratio, statistics.median(rates), hits / max(1, needed), loaded, peak, plan, equal)
+    ratios = [a / b for a, b in zip(rates, plain, strict=True)]
+    low, ratio, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    return Row(budget, ratio, (low, high), statistics.median(rates), hits / max(1, needed), loaded, peak, plan, equal)
 
 # %% ../nbs/12a_bench.ipynb #a2c0cca8
 _ALONE = """

@@ -166,7 +166,7 @@ def parser() -> argparse.ArgumentParser:
     _more(sub)
     return p
 
-# %% ../nbs/14_cli.ipynb #7665a635
+# %% ../nbs/14_cli.ipynb #aed8739d
 def _more(sub: Any) -> None:
     "The other commands."
     q = sub.add_parser("plan", help="what fits a budget, from config.json and file headers alone")
@@ -186,8 +186,8 @@ def _more(sub: Any) -> None:
     b.add_argument("--model", default="smollm2-moe", help="folder, bundled name, or random-olmoe (made on the spot)")
     b.add_argument("--budgets", nargs="+", default=["100%", "50%", "25%"])
     b.add_argument("--layers", type=int, default=2, help="of random-olmoe")
-    b.add_argument("--max-new-tokens", type=int, default=64)
-    b.add_argument("--rounds", type=int, default=5)
+    b.add_argument("--max-new-tokens", type=int, default=32)
+    b.add_argument("--rounds", type=int, default=12)
     b.set_defaults(run=bench)
     for x in (q, c, b):
         x.add_argument("--json", action="store_true")
