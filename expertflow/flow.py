@@ -9,7 +9,7 @@ __all__ = ['find_checkpoint', 'Room', 'look_around', 'plan_for', 'staging_bytes'
            'threshold_of', 'build_runtime', 'encode', 'stream_text', 'Report', 'measured_peak', 'make_report',
            'report_table']
 
-# %% ../nbs/10a_flow.ipynb #93d8ee2d
+# %% ../nbs/10a_flow.ipynb #f52c1e9f
 import contextlib
 import functools
 import json
@@ -41,7 +41,8 @@ from .config import BudgetError, CheckpointError, Config, ExpertFlowError, Share
 from .evictor import make_evictor
 from .hardware import device_memory, give_back_freed, memory_available, peak_rss, pick_device, rss
 from .ledger import Inventory, Ledger, Plan, admit_kv, inventory, make_plan
-from .runtime import AcceleratorExecutor, CpuExecutor, Executor, Runtime, Slab, offloaded
+from .mover import AcceleratorExecutor, CpuExecutor, Executor, Slab
+from .runtime import Runtime, offloaded
 
 # %% ../nbs/10a_flow.ipynb #b6afe6af
 def find_checkpoint(name: str | Path) -> Path:

@@ -33,6 +33,7 @@ from transformers import (
 from transformers.utils import logging
 
 import expertflow.cache
+import expertflow.mover
 import expertflow.runtime
 from expertflow.cache import ABSENT, check
 from expertflow.config import (
@@ -539,7 +540,7 @@ def test_interrupted_while_streaming(path, want, monkeypatch):
 class Interrupt:
     "A trace function that raises KeyboardInterrupt before the n-th line executed in our bookkeeping."
 
-    files = (expertflow.runtime.__file__, expertflow.cache.__file__)
+    files = (expertflow.runtime.__file__, expertflow.mover.__file__, expertflow.cache.__file__)
 
     def __init__(self, n):
         self.left = n
