@@ -1,7 +1,9 @@
 "The simulated accelerator does what it promises: asynchronous, bounded, protected; and no missing wait escapes it."
+import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -176,6 +178,33 @@ def test_syncs_are_counted(sim):
     after = sim.counters() - before
     assert [after[f"sync.{k}"] for k in ("item", "nonzero", "copy", "stream", "event")] == [1] * 5
     assert after["syncs"] == 5
+
+
+def test_waits_of_other_threads_are_counted_apart(sim):
+    event = torch.accelerator.current_stream().record_event()
+    t = threading.Thread(target=event.synchronize)
+    t.start(), t.join()
+    c = sim.counters()
+    assert c["syncs"] == 0 and c["aside.event"] == 1
+
+
+def test_a_model_of_transformers(sim, tmp_path):
+    "A whole model, with its own experts: forward, greedy and sampled generation, bit for bit."
+    from transformers import AutoModelForCausalLM
+
+    from expertflow.testing import write_checkpoint
+    path = write_checkpoint("olmoe", tmp_path, dtype="bfloat16")
+    ids = torch.randint(3, 300, (2, 17))
+    sim.configure(delay=1e-4)
+    for experts in ("eager", "grouped_mm"):
+        seen = []
+        for device in ("cpu", "sim"):
+            kw = {"attn_implementation": "eager", "experts_implementation": experts, "device_map": {"": device}, "dtype": "auto"}
+            model, x = AutoModelForCausalLM.from_pretrained(path, **kw).eval(), ids.to(device)
+            torch.manual_seed(0)
+            with torch.no_grad(): seen.append([model(x).logits.cpu()])
+            for sample in (False, True): seen[-1].append(model.generate(x, max_new_tokens=8, do_sample=sample).cpu())
+        assert all(torch.equal(a, b) for a, b in zip(*seen))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -415,6 +444,31 @@ def test_fork_is_told_apart():
         """)
     assert code == 0, err
     assert "forked after the device was started" in out and out.endswith("[1.0, 1.0, 1.0]\n")
+
+
+def test_a_test_that_crashes_or_leaves_hazards_fails_alone(tmp_path):
+    ok, why = simdev.available()
+    if not ok: pytest.skip(why)
+    (tmp_path / "test_it.py").write_text(textwrap.dedent("""
+        import os, signal, torch
+        pytest_plugins = ["simdev.plugin"]
+        def test_crash(sim): os.kill(os.getpid(), signal.SIGSEGV)
+        def test_exit(sim): os._exit(0)
+        def test_hazard(sim):
+            x = torch.ones(9, device="sim")
+            with torch.Stream("sim"): x + 1
+            torch.accelerator.synchronize()
+        def test_error(sim): torch.ones(9, device="sim")[torch.tensor([9], device="sim")]
+        def test_good(sim): assert torch.accelerator.is_available()
+        def test_outside(): assert not torch.accelerator.is_available()
+        """))
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-c", "/dev/null", "-q", "-rA", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path,
+                          env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)})
+    last = done.stdout.splitlines()[-1]
+    assert "2 failed, 4 passed, 2 errors" in last, done.stdout
+    assert "ended by signal 11" in done.stdout and "ended early" in done.stdout
+    assert "read before ready: aten::fill_" in done.stdout and "index 9 is out of bounds" in done.stdout
 
 
 def test_other_tests_do_not_see_it():

@@ -7,39 +7,42 @@
         x = torch.ones(3).pin_memory().to("sim", non_blocking=True)
         assert sim.counters()["copies.h2d.pageable"] == 0 and not sim.hazards()
 
-Code under test uses the generic interface only: `torch.accelerator`, `torch.Stream`, `torch.Event`, `pin_memory`, `non_blocking`,
-`record_stream`. What it meets is what CUDA would show it:
+Code under test uses the generic interface only: `torch.accelerator`, `torch.Stream`, `torch.Event`, `pin_memory`,
+`non_blocking`, `record_stream`. What it meets is what CUDA would show it:
 
-- **Streams** are worker threads with a queue, ops and copies are asynchronous. An op runs its CPU kernel, so results have the
-  CPU's bits (also after `torch.manual_seed`; attention: "eager", since torch would pick other kernels for "sdpa"). Errors that only a kernel
-  can see come with the next synchronisation, all others at the call. Ops whose sizes depend on data make the host wait.
-- **Copies** over the link are asynchronous only between device and pinned memory of the same type, both contiguous. `link` is its
-  rate in bytes/s (one number, or host-to-device and device-to-host; None: as fast as it goes), `latency` in s.
-- **Memory** has a `capacity` in bytes, `torch.OutOfMemoryError` beyond it, and peak counters. A freed block may be used again at once by the
-  stream that allocated it, `record_stream` delays that. The host crashes with a message if it touches device memory.
-  Pinned memory is rounded up to powers of two and can be limited (`pinned_capacity`); `torch.sim.host_register(address, bytes)`
-  pins memory that is there already.
-- **Time**: `op_time` is the least time of an op in s, or a dict of names ("aten::mm") with "" for the others. `delay` lets every task
-  begin up to so many seconds late, at random by `seed`.
+- **Streams** are worker threads with a queue; ops and copies are asynchronous. An op runs its CPU kernel, so results have the
+  CPU's bits, after `torch.manual_seed` too (attention: "eager", since for "sdpa" torch picks other kernels than on the CPU).
+  Errors that only a kernel can see come with the next synchronisation, all others at the call. Ops whose sizes depend on data
+  make the host wait.
+- **Copies** over the link are asynchronous only between the device and pinned memory of the same type, both contiguous.
+  `link` is its rate in bytes/s (one number, or two: host to device, device to host; None: as fast as it goes), `latency` is in s.
+- **Memory** has a `capacity` in bytes, `torch.OutOfMemoryError` beyond it, and peak counters. A freed block may be used again
+  at once by the stream that allocated it; `record_stream` delays that. The host crashes with a message if it touches device
+  memory. Pinned memory is rounded up to powers of two, and `pinned_capacity` limits it; `torch.sim.host_register(address,
+  bytes)` pins memory that is there already.
+- **Time**: `op_time` is the least time of an op in s, or a dict of names ("aten::mm") with "" for the others. `delay` lets every
+  task begin up to so many seconds late, at random by `seed`.
 
 **Hazards** are found by vector clocks that are kept when work is issued, so they do not depend on timing:
 
 - `read before ready`, `overwritten while read`, `written twice`: two accesses that no event, stream or host wait orders.
-- `staging reused`: pinned memory was changed by the host before it knew that the copy out of it was over.
+- `staging reused`: the host changed pinned memory before it knew that the copy out of it was over.
 - `missing record_stream`: a block was freed while another stream might use it.
 - `host too early`: the host touched pinned memory before it knew that the copy into it was over.
 
-`counters()`: `syncs` and what made them (`sync.event`, `.stream`, `.device`, `.copy`, `.item`, `.nonzero`, `.memory`, ...),
-`copies.` and `bytes.` of `h2d.pinned`, `h2d.pageable`, `d2h.pinned`, `d2h.pageable`, `d2d`; `ops`; `query`; `memory.` `allocated`, `peak`,
-`reserved`, `pinned`, `refused`. `trace()` is the timeline. The fixture `sim` fails a test that leaves hazards it has not looked at.
+`counters()`: `syncs` is how often the thread that reset the device had to wait for it; `sync.event`, `.stream`, `.device`,
+`.copy`, `.item`, `.nonzero`, `.memory`, ... say why, and `aside.event`, ... are the waits of other threads. `copies.` and
+`bytes.` of `h2d.pinned`, `h2d.pageable`, `d2h.pinned`, `d2h.pageable`, `d2d`; `ops`; `query`; `memory.allocated`, `.peak`,
+`.reserved`, `.pinned`, `.refused`. `trace()` is the timeline. The fixture `sim` fails a test that leaves hazards it has not
+looked at.
 
-What it does not know: several devices, graphs, priorities; a missing wait between host threads if they share what was learned
-(the host has one clock for all); parts of a strided range (ranges are from first to last byte). Waiting after a block was freed
-does not excuse it, although nothing may have used the block in between.
+What it does not know: several devices, graphs, priorities. One clock for all threads of the host: what one of them has waited for
+counts as known to the others. Strided ranges: they reach from the first to the last byte. A wait after a block was freed does not
+excuse the missing `record_stream`, even if nothing used the block in between.
 
-Where: `core.h` settings and counters, `hazards.h` the checker, `streams.h` workers and events, `memory.h` allocators, `device.h` torch's
-guard and hooks, `ops.h` tensors, copies and ops, `plugin.py` the fixture. Built on first use into `build/` (or `EXPERTFLOW_SIMDEV_BUILD`);
-`SIMDEV_VERBOSE=1` shows the compiler.
+Where: `core.h` settings and counters, `hazards.h` the checker, `streams.h` workers and events, `memory.h` allocators, `device.h`
+torch's guard and hooks, `ops.h` tensors, copies and ops, `plugin.py` the fixture. Built on first use into `build/` here (or
+`EXPERTFLOW_SIMDEV_BUILD`), again when a source, torch or Python changes; `SIMDEV_VERBOSE=1` shows the compiler.
 """
 import atexit
 import collections
@@ -167,7 +170,7 @@ def hazards(clear: bool = True) -> list[Hazard]:
 
 
 def counters() -> collections.Counter[str]:
-    "Counts since the last reset; `syncs` is the sum of all `sync.*`."
+    "Counts since the last reset; `syncs` is the sum of all `sync.*`. Missing ones are 0."
     c = collections.Counter(load().counters())
     c["syncs"] = sum(n for k, n in c.items() if k.startswith("sync."))
     return c

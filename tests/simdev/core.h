@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace simdev {
@@ -90,6 +91,12 @@ SIMDEV_GLOBAL(Failure, failure)
 inline void report_failure() {
   auto text = failure().take();
   TORCH_CHECK(text.empty(), "simdev: asynchronous error, raised where it was noticed: ", text);
+}
+
+// Waits of the host are counted apart for the thread that started or last reset the device, and for all others.
+inline std::atomic<std::thread::id>& main_thread() { static std::atomic<std::thread::id> it{std::this_thread::get_id()}; return it; }
+inline void count_sync(const std::string& why) {
+  counters().add((std::this_thread::get_id() == main_thread().load() ? "sync." : "aside.") + why);
 }
 
 enum class Life { none, running, closed, forked };

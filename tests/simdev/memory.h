@@ -24,7 +24,7 @@ struct Block {
   bool taken;
   int stream;                 // that allocated it
   std::set<int> recorded;     // record_stream
-  Marks uses;                 // pinned memory: copies that may still be under way
+  Marks uses;                 // tasks that may still be under way: copies of pinned memory; of device memory, when it is free
 };
 
 // Cuts an arena into blocks. Free blocks of one stream lie cached for that stream alone; merged ones belong to nobody.
@@ -48,19 +48,22 @@ struct Blocks {
           && (best == at.end() || it->second.size < best->second.size)) best = it;
     if (best == at.end()) return SIZE_MAX;
     size_t off = best->first, rest = best->second.size - size;
+    auto uses = best->second.uses;
     best->second = {size, wanted, true, stream, {}, {}};
-    if (rest) at[off + size] = {rest, 0, false, from, {}, {}};
+    if (rest) at[off + size] = {rest, 0, false, from, {}, uses};
     return off;
   }
 
-  void give(size_t off, int to) {  // as a free block of stream `to`
+  void give(size_t off, int to, Marks uses = {}) {  // as a free block of stream `to`
     auto it = at.find(off);
-    it->second = {it->second.size, 0, false, to, {}, {}};
+    it->second = {it->second.size, 0, false, to, {}, std::move(uses)};
     if (to == kNobody && it->second.size >= 16 * kPage)
       fallocate(arena.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, off, it->second.size);
     auto join = [&](std::map<size_t, Block>::iterator a, std::map<size_t, Block>::iterator b) {
       if (a->second.taken || b->second.taken || a->second.stream != b->second.stream) return;
       a->second.size += b->second.size;
+      if (!b->second.uses.empty() && (a->second.uses.empty() || a->second.uses[0].second < b->second.uses[0].second))
+        a->second.uses = b->second.uses;
       at.erase(b);
     };
     if (std::next(it) != at.end()) join(it, std::next(it));
@@ -83,7 +86,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
   c10::DeleterFnPtr raw_deleter() const override { return &deleter; }
 
   size_t find_room(size_t size, size_t wanted, int stream) {  // under world()
-    blocks->reap([&](size_t off) { blocks->give(off, blocks->at[off].stream); });
+    reap();
     size_t off = blocks->take(size, wanted, stream, stream);
     if (off != SIZE_MAX || reserved + size > settings().get()->capacity) return off;
     off = blocks->take(size, wanted, stream, kNobody);
@@ -121,16 +124,22 @@ struct DeviceMemory final : c10::DeviceAllocator {
     Block& b = blocks->at.at(off);
     checker().freed(blocks->range(off, b.size), b.stream, b.recorded);
     allocated -= b.size;
-    if (b.recorded.empty()) { blocks->give(off, b.stream); return; }
+    auto last = [](int s) { return std::make_pair(s, streams().get(s).mark()); };
+    if (b.recorded.empty()) { blocks->give(off, b.stream, {last(b.stream)}); return; }
     Marks marks;
-    for (int s : b.recorded) marks.emplace_back(s, streams().get(s).mark());
+    for (int s : b.recorded) marks.push_back(last(s));
     blocks->leaving.emplace_back(off, std::move(marks));
   }
 
-  void give_back() {  // cached blocks, to nobody
-    blocks->reap([&](size_t off) { blocks->give(off, blocks->at[off].stream); });
+  void reap() {
+    blocks->reap([&](size_t off) { int s = blocks->at[off].stream; blocks->give(off, s, {{s, streams().get(s).mark()}}); });
+  }
+
+  void give_back() {  // cached blocks that are at rest, to nobody
+    reap();
     std::vector<size_t> cached;
-    for (auto& [off, b] : blocks->at) if (!b.taken && b.stream != kNobody) { cached.push_back(off); reserved -= b.size; }
+    for (auto& [off, b] : blocks->at)
+      if (!b.taken && b.stream != kNobody && reached(b.uses)) { cached.push_back(off); reserved -= b.size; }
     for (auto off : cached) blocks->give(off, kNobody);
   }
 
@@ -265,6 +274,7 @@ inline void on_fault(int, siginfo_t* info, void* context) {
     (void)!write(2, text, n);
   }
   sigaction(SIGSEGV, &previous_handler(), nullptr);  // the instruction is tried again, and goes the usual way
+  if (info->si_code <= 0) raise(SIGSEGV);            // no instruction, somebody sent the signal
 }
 
 inline void start(size_t arena_bytes) {

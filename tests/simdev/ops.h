@@ -1,12 +1,20 @@
 // Tensors: how they are made and copied, and how every other op runs: by its CPU kernel, on the worker of the current stream.
 #pragma once
 #include <ATen/EmptyTensor.h>
-#include <ATen/NativeFunctions.h>
-#include <ATen/Functions.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/set_cpu_dispatch.h>
+#include <ATen/ops/set_native.h>
+#include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
+#include <sstream>
+#include <unordered_map>
 #include <unordered_set>
 
 #include "device.h"
@@ -142,7 +150,7 @@ void copy_over_link(const at::Tensor& from, const at::Tensor& to, bool non_block
   if (pinned) pinned_memory().used(host_side.const_data_ptr(), s, task);
   if (!non_blocking || (!pinned && !up)) synchronize(s, "copy");
   else if (!pinned) {  // the source may be used again, but nothing is known about the device
-    counters().add("sync.copy");
+    count_sync("copy");
     WithoutGil g;
     streams().get(s).wait(task);
   }
@@ -247,6 +255,12 @@ struct Call {
 
   // Runs the op without data to learn the sizes of its results. What cannot be said without data has to be waited for.
   void infer() {
+    auto key = signature();
+    auto& known = inferred();
+    if (!key.empty()) {
+      std::lock_guard<std::mutex> l(known.m);
+      if (auto it = known.shapes.find(key); it != known.shapes.end()) { shapes = it->second; return; }
+    }
     try {
       for (auto& a : args)
         shapes.push_back(on(map_tensors(a, [](const at::Tensor& t) {
@@ -254,7 +268,34 @@ struct Call {
         }), at::kMeta));
       c10::impl::ExcludeDispatchKeyGuard no_autograd(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
       op.callBoxed(&shapes);
-    } catch (const std::exception&) { wait = true; shapes.clear(); }
+    } catch (const std::exception&) { wait = true; shapes.clear(); return; }
+    std::lock_guard<std::mutex> l(known.m);
+    if (!key.empty() && known.shapes.size() < 10000) known.shapes[key] = shapes;
+  }
+
+  // Inferring takes longer than all the rest, and a model asks the same thing again and again.
+  struct Inferred { std::mutex m; std::unordered_map<std::string, torch::jit::Stack> shapes; };
+  static Inferred& inferred() { static auto* it = new Inferred; return *it; }
+
+  // All that the sizes of the results can depend on; empty if there is an argument that cannot be put into words.
+  std::string signature() const {
+    std::ostringstream key;
+    key << name << '.' << schema.overload_name() << ' ' << c10::get_default_dtype();
+    for (auto& v : args) {
+      key << '|';
+      bool tensors = v.isTensor() || v.isTensorList() || v.isOptionalTensorList();
+      if (tensors) {
+        map_tensors(v, [&](const at::Tensor& t) {
+          if (t.defined()) key << t.device() << t.scalar_type() << t.sizes() << t.strides() << t.unsafeGetTensorImpl()->is_wrapped_number();
+          key << ';';
+          return t;
+        });
+        if (v.isOptionalTensorList()) for (std::optional<at::Tensor> t : v.toOptionalTensorList()) key << t.has_value();
+      } else if (v.isNone() || v.isInt() || v.isDouble() || v.isBool() || v.isIntList() || v.isString() || v.isDevice() || v.isDoubleList()) {
+        key << v;
+      } else return "";
+    }
+    return key.str();
   }
 
   void resize_outputs() {

@@ -30,6 +30,7 @@ std::string unseen_error() {
 }
 
 void reset() {
+  main_thread() = std::this_thread::get_id();
   unseen_error();
   std::lock_guard<std::mutex> l(world());
   device_memory().give_back();

@@ -6,7 +6,6 @@
 #include <deque>
 #include <functional>
 #include <random>
-#include <thread>
 
 #include "hazards.h"
 
@@ -103,7 +102,7 @@ inline uint64_t issue(int stream, Task t, const std::vector<Use>& uses) {
 // The host waits for all that has been issued on a stream.
 inline void synchronize(int stream, const std::string& why) {
   check_alive();
-  counters().add("sync." + why);
+  count_sync(why);
   auto& s = streams().get(stream);
   Clocks c;
   uint64_t n;
@@ -117,7 +116,7 @@ inline void synchronize(int stream, const std::string& why) {
 
 inline void synchronize_all(const std::string& why) {
   check_alive();
-  counters().add("sync." + why);
+  count_sync(why);
   std::vector<std::pair<Stream*, uint64_t>> marks;
   Clocks c;
   {
@@ -174,7 +173,7 @@ inline bool query(Moment& e) {
 
 inline void synchronize(Moment& e) {
   check_alive();
-  counters().add("sync.event");
+  count_sync("event");
   auto start = Clock::now();
   { WithoutGil g; e.wait(); }
   timeline().add("event", "sync", -1, start, Clock::now());
