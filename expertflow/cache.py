@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ABSENT', 'LayerStep', 'Load', 'Evictor', 'Residency', 'check', 'Counters', 'ExpertCache', 'choose_victims', 'admit',
-           'loaded', 'failed', 'done', 'end', 'steal']
+           'loaded', 'failed', 'done', 'end', 'reserve', 'resize', 'steal']
 
 # %% ../nbs/05_cache.ipynb #968e392a
 import bisect
@@ -94,7 +94,7 @@ def check(r: Residency) -> None:
     assert set(r.free).isdisjoint(slots) and len(r.free) + len(slots) == r.n_slots, "a slot leaked"
     assert not r.loading[r.owner == ABSENT].any() and not r.pins[r.owner == ABSENT].any(), "an empty slot is held"
 
-# %% ../nbs/05_cache.ipynb #0ffbef0a
+# %% ../nbs/05_cache.ipynb #093c759a
 @dataclass
 class Counters:
     "What happened so far, in experts. `hits + misses` = experts needed, summed over layer-steps."
@@ -104,8 +104,12 @@ class Counters:
     loads: int = 0  # includes preloads
     evictions: int = 0
     stolen: int = 0  # hits that gave their slot to an earlier expert of their own step and were read again
+    prefetched: int = 0  # loads that nobody had asked for yet; of these:
+    in_time: int = 0  # were there when they were needed (hits)
+    late: int = 0  # were still on their way when they were needed (hits, too, but somebody waited)
+    wasted: int = 0  # were thrown out before anybody needed them
 
-# %% ../nbs/05_cache.ipynb #521ab38d
+# %% ../nbs/05_cache.ipynb #9c6dc581
 class ExpertCache(Residency):
     "Residency of `[layer, expert]` over shared slots, driven one layer-step at a time."
 
@@ -118,8 +122,9 @@ class ExpertCache(Residency):
         warmup_steps: int = 0,  # layer-steps without threshold eviction
     ):
         super().__init__(num_experts, n_slots)
-        self.evictor, self.warmup_steps = evictor, warmup_steps
+        self.evictor, self.warmup_steps, self.threshold = evictor, warmup_steps, threshold
         self.keep_free = 0 if n_slots >= self.total else n_slots - int(threshold * n_slots)
+        self.fresh = np.zeros(n_slots, bool)  # prefetched, and not needed by anybody so far
         self.count = Counters()
 
     def begin(self, layer: int, experts: Iterable[int]) -> LayerStep:
@@ -132,9 +137,24 @@ class ExpertCache(Residency):
         self.count.steps += 1
         self.count.hits += len(hits)
         self.count.misses += len(misses)
-        self.pins[[row[e] for e in hits]] += 1
+        slots = [row[e] for e in hits]
+        self.pins[slots] += 1
+        if self.count.prefetched:
+            self._needed(slots)
         self.evictor.observe(self.count.steps, np.array(hits + misses, np.int64) + layer * self.E)
         return LayerStep(layer, hits, sorted(misses), set(hits), len(misses))
+
+    def _needed(self, slots: list[int]) -> None:
+        "Settles which prefetches have paid."
+        late = self.fresh[slots] & self.loading[slots]
+        self.count.late += int(late.sum())
+        self.count.in_time += int(self.fresh[slots].sum() - late.sum())
+        self.fresh[slots] = False
+
+    def drop(self, slot: int) -> int:
+        self.count.wasted += int(self.fresh[slot])
+        self.fresh[slot] = False
+        return super().drop(slot)
 
     def hit_all(self, layer: int, experts: Sequence[int]) -> list[int] | None:
         "If every expert of the model is resident: the slots of these, counted as hits. Nothing can move, so nothing is pinned."
@@ -207,6 +227,47 @@ def end(cache: ExpertCache, step: LayerStep) -> list[int]:
     gone = [cache.drop(int(s)) for s in slots]
     cache.free.extend(int(s) for s in slots)
     cache.count.evictions += len(gone)
+    return gone
+
+# %% ../nbs/05_cache.ipynb #22cd0b3c
+def reserve(
+    cache: ExpertCache,
+    layer: int,
+    experts: Iterable[int],  # the likeliest first
+    evict: int = 0,  # how many owners of slots may go for it
+) -> list[Load]:
+    "Slots for experts that may be needed soon; as many as can be had. They are loading, not pinned."
+    wanted = [e for e in dict.fromkeys(experts) if cache.slot_of[layer][e] == ABSENT]
+    evict = min(evict, len(wanted) - len(cache.free))
+    worst = choose_victims(cache, cache.evictor, cache.count.steps, cache.n_slots) if evict > 0 else []
+    victims = [int(s) for s in worst if not cache.fresh[s]][: max(0, evict)]
+    loads: list[Load] = []
+    for e in wanted[: len(cache.free) + len(victims)]:
+        gone = ABSENT
+        slot = cache.free.pop() if cache.free else victims.pop(0)
+        if cache.owner[slot] != ABSENT:
+            gone = cache.drop(slot)
+            cache.count.evictions += 1
+        cache.loading[slot] = cache.fresh[slot] = True
+        cache.take(layer, e, slot)
+        cache.count.loads += 1
+        cache.count.prefetched += 1
+        loads.append(Load(layer, e, slot, gone))
+    return loads
+
+# %% ../nbs/05_cache.ipynb #75181401
+def resize(cache: ExpertCache, n_slots: int) -> list[int]:
+    "Changes the number of slots between layer-steps. Returns the flat ids of those evicted for it."
+    old = cache.n_slots
+    if cache.pins.any() or cache.loading[n_slots:].any():
+        raise RuntimeError(f"from {old} to {n_slots} slots: some that would go are in use")
+    gone = [cache.drop(s) for s in range(n_slots, old) if cache.owner[s] != ABSENT]
+    cache.count.evictions += len(gone)
+    for name, empty in (("owner", ABSENT), ("loading", False), ("pins", 0), ("fresh", False)):
+        array = getattr(cache, name)
+        setattr(cache, name, np.concatenate([array[:n_slots], np.full(max(0, n_slots - old), empty, array.dtype)]))
+    cache.free = list(range(old, n_slots))[::-1] + [s for s in cache.free if s < n_slots]
+    cache.keep_free = 0 if n_slots >= cache.total else n_slots - int(cache.threshold * n_slots)
     return gone
 
 # %% ../nbs/05_cache.ipynb #94c49a2d
