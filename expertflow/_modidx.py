@@ -43,6 +43,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                   'expertflow.cache.ExpertCache.begin': ('cache.html#expertcache.begin', 'expertflow/cache.py'),
                                   'expertflow.cache.ExpertCache.drop': ('cache.html#expertcache.drop', 'expertflow/cache.py'),
                                   'expertflow.cache.ExpertCache.hit_all': ('cache.html#expertcache.hit_all', 'expertflow/cache.py'),
+                                  'expertflow.cache.ExpertCache.were_hits': ('cache.html#expertcache.were_hits', 'expertflow/cache.py'),
                                   'expertflow.cache.LayerStep': ('cache.html#layerstep', 'expertflow/cache.py'),
                                   'expertflow.cache.Load': ('cache.html#load', 'expertflow/cache.py'),
                                   'expertflow.cache.Residency': ('cache.html#residency', 'expertflow/cache.py'),

@@ -109,7 +109,7 @@ class Counters:
     late: int = 0  # were still on their way when they were needed (hits, too, but somebody waited)
     wasted: int = 0  # were thrown out before anybody needed them
 
-# %% ../nbs/05_cache.ipynb #9c6dc581
+# %% ../nbs/05_cache.ipynb #e6ca6cd8
 class ExpertCache(Residency):
     "Residency of `[layer, expert]` over shared slots, driven one layer-step at a time."
 
@@ -164,6 +164,12 @@ class ExpertCache(Residency):
         self.count.hits += len(experts)
         row = self.slot_of[layer]
         return [row[e] for e in experts]
+
+    def were_hits(self, layer: int, experts: Sequence[int]) -> None:
+        "Experts of which it becomes known afterwards that a layer-step used them where they were."
+        self.count.steps += 1
+        self.count.hits += len(experts)
+        self.evictor.observe(self.count.steps, np.array(experts, np.int64) + layer * self.E)
 
 # %% ../nbs/05_cache.ipynb #124e566d
 def choose_victims(
