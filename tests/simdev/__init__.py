@@ -61,7 +61,7 @@ NAME = "sim"
 _ARENA = 32 << 30   # bytes of addresses, not of memory
 _core: Any = None
 _settings: dict[str, Any] = {}
-DEFAULTS: dict[str, Any] = {"capacity": 256 << 20, "pinned_capacity": None, "link": None, "latency": 0.0, "op_time": 0.0,
+DEFAULTS: dict[str, Any] = {"capacity": 2 << 30, "pinned_capacity": None, "link": None, "latency": 0.0, "op_time": 0.0,
                             "delay": 0.0, "seed": 0}
 
 

@@ -31,7 +31,7 @@ inline Clock::duration seconds(double s) { return std::chrono::duration_cast<Clo
 SIMDEV_GLOBAL(std::mutex, world)
 
 struct Config {
-  size_t capacity = size_t(256) << 20;  // bytes of device memory
+  size_t capacity = size_t(2) << 30;  // bytes of device memory
   size_t pinned_capacity = SIZE_MAX;    // bytes of pinned host memory, as rounded
   double h2d = 0, d2h = 0;              // bytes per second; 0 = as fast as memcpy
   double latency = 0;                   // seconds before each copy over the link

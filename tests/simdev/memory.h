@@ -287,6 +287,7 @@ inline void start(size_t arena_bytes) {
   act.sa_sigaction = on_fault;
   act.sa_flags = SA_SIGINFO | SA_NODEFER;
   sigaction(SIGSEGV, &act, &previous_handler());
+  main_thread() = std::this_thread::get_id();
   pthread_atfork(nullptr, nullptr, [] { if (life() == Life::running) life() = Life::forked; });
   life() = Life::running;
 }
