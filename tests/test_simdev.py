@@ -291,6 +291,26 @@ def test_record_stream_keeps_a_block_from_being_reused(sim):
     assert torch.empty(1000, device="sim").data_ptr() == where
 
 
+def test_threads_with_a_stream_each(sim):
+    sim.configure(delay=3e-4, capacity=2 * MB)
+    wrong = []
+
+    def work(k):
+        with torch.Stream("sim") as s:
+            for i in range(40):
+                n = (10, 1000, 30000)[(i * k + i // 3) % 3]
+                x = torch.full((n,), float(i)).pin_memory().to("sim", non_blocking=True)    # the source is freed at once
+                y = (x * 2 + 1).to("cpu", non_blocking=True)
+                s.record_event().synchronize()
+                if not y.eq(2 * i + 1).all(): wrong.append((k, i))
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(1, 5)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    c = sim.counters()
+    assert not wrong and c["aside.event"] == 160 and c["memory.refused"] == 0
+
+
 def test_pinned_memory_is_rounded_and_limited(sim):
     sim.configure(pinned_capacity=4 * MB)
     a = torch.empty(3 * MB, dtype=torch.uint8, pin_memory=True)
