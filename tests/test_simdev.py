@@ -511,3 +511,24 @@ def test_a_test_that_crashes_or_leaves_hazards_fails_alone(tmp_path):
 
 def test_other_tests_do_not_see_it():
     assert torch._C._get_privateuse1_backend_name() == "privateuseone" and not hasattr(torch, "sim")
+
+
+
+# kernels that read a part of what they are given
+
+@pytest.mark.parametrize("touched", [False, True], ids=["others", "touched"])
+@pytest.mark.parametrize("op", ["grouped_mm", "index"])
+def test_rows_that_nobody_asks_for_may_be_on_their_way(sim, op, touched):
+    "A grouped product reads the weights of groups that have rows, indexing the rows of the index; and the host does not wait."
+    slots = torch.zeros(4, 1024, device="sim")      # of which the first half is a weight
+    weights = slots[:, :512].view(4, 16, 32)
+    ends = torch.tensor([2, 3, 5, 5] if touched else [2, 2, 5, 5], dtype=torch.int32).pin_memory().to("sim", non_blocking=True)
+    index = torch.tensor([0, 1] if touched else [0, 2]).pin_memory().to("sim", non_blocking=True)
+    x, source, stream = on_device(5, 16), torch.ones(1024).pin_memory(), torch.Stream("sim")
+    torch.accelerator.synchronize()
+    syncs = sim.counters()["syncs"]
+    with stream: slots[1].copy_(source, non_blocking=True)
+    got = torch.nn.functional.grouped_mm(x, weights, offs=ends) if op == "grouped_mm" else weights[index]
+    assert sim.counters()["syncs"] == syncs and got.shape[-1] == 32
+    assert kinds(sim) == ({"read before ready"} if touched else set())
+    if touched: sim.reset()

@@ -261,6 +261,11 @@ struct Call {
       std::lock_guard<std::mutex> l(known.m);
       if (auto it = known.shapes.find(key); it != known.shapes.end()) { shapes = it->second; return; }
     }
+    if (name == "aten::_grouped_mm" && args[0].toTensor().dim() == 2 && args[1].toTensor().dim() == 3) {  // torch infers it for bf16 only
+      auto x = args[0].toTensor();
+      shapes = {at::empty({x.size(0), args[1].toTensor().size(2)}, x.options().device(at::kMeta))};
+      return;
+    }
     try {
       for (auto& a : args)
         shapes.push_back(on(map_tensors(a, [](const at::Tensor& t) {
@@ -306,10 +311,49 @@ struct Call {
     }
   }
 
+  // Some kernels read a part of an argument, and the data of another one says which: a grouped product does not touch the weights of empty groups,
+  // indexing only the rows that are asked for. The rest may be on its way at the time. The checker looks at that data when it is known, and nobody
+  // is told that it has waited.
+  at::Tensor look(const at::Tensor& t) const {
+    uint64_t before = issue(current(), {"look", "op", 0, [] {}}, {});
+    { WithoutGil g; streams().get(current()).wait(before); }
+    return Operand(t).on_cpu().to(at::kLong).contiguous();
+  }
+
+  // The argument of which only rows are read, and those rows; -1 if there is none.
+  int partly(std::vector<int64_t>& rows) const {
+    if (name == "aten::_grouped_mm" && args[1].toTensor().dim() == 3 && args[2].isTensor()) {
+      auto ends = look(args[2].toTensor());
+      int64_t start = 0;
+      for (int64_t i = 0; i < ends.numel(); i++) {
+        int64_t end = ends.const_data_ptr<int64_t>()[i];
+        if (end > start) rows.push_back(i);
+        start = end;
+      }
+      return 1;
+    }
+    if (name != "aten::index" || !args[0].toTensor().is_privateuseone()) return -1;
+    auto indices = args[1].toOptionalTensorList();
+    if (indices.size() != 1) return -1;
+    std::optional<at::Tensor> only = indices.get(0);
+    auto from = args[0].toTensor();
+    bool apart = from.dim() > 1 && from.stride(0) > from[0].numel();
+    if (!apart || !only || !only->is_privateuseone() || only->scalar_type() == at::kBool) return -1;
+    auto index = look(*only);
+    for (int64_t i = 0; i < index.numel(); i++) {
+      int64_t row = index.const_data_ptr<int64_t>()[i];
+      if (row >= -from.size(0) && row < from.size(0)) rows.push_back(row < 0 ? row + from.size(0) : row);
+    }
+    return 0;
+  }
+
   std::vector<Use> uses() const {
     std::vector<Use> out;
+    std::vector<int64_t> rows;
+    int part = partly(rows);
+    for (int64_t row : rows) out.push_back({Operand(args[part].toTensor().select(0, row)).at, false});
     for (size_t i = 0; i < args.size(); i++)
-      map_tensors(args[i], [&](const at::Tensor& t) {
+      if ((int)i != part) map_tensors(args[i], [&](const at::Tensor& t) {
         if (t.defined() && t.is_privateuseone()) out.push_back({Operand(t).at, writes(i)});
         return t;
       });
@@ -463,6 +507,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_local_scalar_dense", item);
+  m.impl("_grouped_mm", torch::CppFunction::makeFromBoxedFunction<&fallback>());  // one kernel, as in CUDA; torch would make many of it
 }
 
 }  // namespace simdev
