@@ -235,7 +235,7 @@ def end(cache: ExpertCache, step: LayerStep) -> list[int]:
     cache.count.evictions += len(gone)
     return gone
 
-# %% ../nbs/05_cache.ipynb #22cd0b3c
+# %% ../nbs/05_cache.ipynb #c27e9ca0
 def reserve(
     cache: ExpertCache,
     layer: int,
@@ -245,8 +245,10 @@ def reserve(
     "Slots for experts that may be needed soon; as many as can be had. They are loading, not pinned."
     wanted = [e for e in dict.fromkeys(experts) if cache.slot_of[layer][e] == ABSENT]
     evict = min(evict, len(wanted) - len(cache.free))
-    worst = choose_victims(cache, cache.evictor, cache.count.steps, cache.n_slots) if evict > 0 else []
-    victims = [int(s) for s in worst if not cache.fresh[s]][: max(0, evict)]
+    victims: list[int] = []
+    if evict > 0:
+        worst = choose_victims(cache, cache.evictor, cache.count.steps, cache.n_slots)
+        victims = worst[~cache.fresh[worst]][:evict].tolist()
     loads: list[Load] = []
     for e in wanted[: len(cache.free) + len(victims)]:
         gone = ABSENT

@@ -6,8 +6,8 @@
 __all__ = ['find_checkpoint', 'Room', 'look_around', 'plan_for', 'staging_bytes', 'heat_order', 'preload', 'host_slots',
            'make_executor', 'break_stream', 'Clock', 'Generation', 'Watch', 'Requests', 'longest', 'prompt_of',
            'around_generate', 'Parts', 'ExpertFlow', 'load_tokenizer', 'load', 'open_books', 'one_line', 'load_model',
-           'threshold_of', 'build_runtime', 'encode', 'stream_text', 'Report', 'measured_peak', 'make_report',
-           'report_table']
+           'threshold_of', 'segment_slots', 'build_runtime', 'rebudget', 'encode', 'stream_text', 'Report',
+           'measured_peak', 'make_report', 'report_table']
 
 # %% ../nbs/10a_flow.ipynb #f52c1e9f
 import contextlib
@@ -231,17 +231,19 @@ class Generation:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {k: getattr(self, k) for k in ("hit_rate", "tokens_per_second", "bytes_per_token")}
 
-# %% ../nbs/10a_flow.ipynb #f78134bb
+# %% ../nbs/10a_flow.ipynb #10f7757a
 class Watch:
     "Follows one call of `generate`: what it cost, and how it ended."
 
     def __init__(self, rt: Runtime, clock: Clock, prompt_tokens: int):
         self.rt, self.clock = rt, clock
+        rt.note(wait=True)
         self.run = Generation(prompt_tokens=prompt_tokens)
         self.before = (rt.cache.count.hits, rt.cache.count.misses, rt.traffic.bytes_loaded, rt.traffic.stall)
 
     def finish(self, sequences: int, tokens: int, error: BaseException | None = None) -> Generation:
         "`tokens`: new ones of each sequence."
+        self.rt.note(wait=True)
         r, (hits, misses, nbytes, stall), ticks = self.run, self.before, self.clock.ticks
         r.seconds, r.new_tokens = time.perf_counter() - self.clock.start, sequences * tokens
         r.ttft = ticks[0] - self.clock.start if ticks else None
@@ -376,7 +378,7 @@ class Parts:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-# %% ../nbs/10a_flow.ipynb #b79215b6
+# %% ../nbs/10a_flow.ipynb #21fd68e3
 class ExpertFlow(Parts):
     "A mixture-of-experts model under a memory budget. Make one with `ExpertFlow.from_pretrained`."
 
@@ -408,6 +410,10 @@ class ExpertFlow(Parts):
     def report(self) -> "Report":
         "Where the time and the bytes went."
         return make_report(self)
+
+    def set_budget(self, gpu_memory_budget: Any) -> Plan:
+        "Another budget from the next layer-step on, also while the model generates. BudgetError leaves everything as it was."
+        return rebudget(self, gpu_memory_budget)
 
 # %% ../nbs/10a_flow.ipynb #58e0304d
 def load_tokenizer(path: Path) -> Any:
@@ -525,7 +531,14 @@ def threshold_of(cfg: Config) -> float:
         return cfg.eviction_threshold
     return 0.9 if cfg.prediction_lookahead else 1.0
 
-# %% ../nbs/10a_flow.ipynb #ba52dda1
+# %% ../nbs/10a_flow.ipynb #7300c50b
+def segment_slots(plan: Plan, experts: int) -> int:
+    "Slots of a segment of the slab; `experts`: those of one layer."
+    if plan.slots >= min(8 * experts, plan.total_experts):
+        return experts
+    return max(1, 256_000_000 // plan.slot_bytes)
+
+# %% ../nbs/10a_flow.ipynb #6f294fc1
 def build_runtime(store: ExpertStore, flow: ExpertFlow) -> Runtime:
     "Slots, cache, policy and executor for a plan."
     cfg, plan = flow.config, flow.plan
@@ -539,9 +552,37 @@ def build_runtime(store: ExpertStore, flow: ExpertFlow) -> Runtime:
     evictor = make_evictor(cfg.eviction_policy, sizes, cfg.priority_weights)
     cache = ExpertCache(store.num_experts, plan.slots, evictor, threshold_of(cfg), warmup)
     cache.keep_free = min(cache.keep_free, plan.slots - plan.min_slots)
-    slab = Slab(plan.slots, store.slot_bytes, flow.device)
+    slab = Slab(plan.slots, store.slot_bytes, flow.device, most=plan.total_experts, segment=segment_slots(plan, cache.E))
     executor = make_executor(store, slab, cfg, flow.host_slots)
     return Runtime(store, cache, slab, executor, cfg.experts_implementation)
+
+# %% ../nbs/10a_flow.ipynb #b0c5e31c
+def rebudget(flow: ExpertFlow, budget: Any) -> Plan:
+    "Replans for `budget` and changes the number of slots; returns the new plan."
+    cfg = Config.make(flow.config, gpu_memory_budget=budget)
+    room = Room(look_around(flow.device, cfg.reserve, flow.inventory.dtype).available, flow.room.system)
+    books, requests, rt = flow.ledger, flow.requests, flow.runtime
+    with requests.lock:
+        plan = plan_for(flow.inventory, cfg, room, flow.plan.staging)
+        held = sum(requests.taken.values())
+        extra = max(0, books.held("device", "workspace") - plan.workspace) if held else 0
+        slots = plan.slots - -(-(max(0, held - plan.kv) + extra) // plan.slot_bytes)
+        if slots < plan.min_slots:
+            raise BudgetError(
+                f"gpu_memory_budget={budget}: requests under way hold {fmt_bytes(held)} of KV cache, which leaves {slots} slots, "
+                f"and {plan.min_slots} are needed; wait for them to end, or give more"
+            )
+        rt.resize(slots)
+        rt.cache.keep_free = min(rt.cache.keep_free, slots - plan.min_slots)
+        new = {"KV cache": max(plan.kv, held), "workspace": plan.workspace + extra, "expert slots": slots * plan.slot_bytes}
+        for shrinking in (True, False):  # first what becomes less, so that there is never more taken than there is
+            if not shrinking:
+                books.set_capacity("device", plan.nominal)
+            for name, nbytes in new.items():
+                if (nbytes <= books.held("device", name)) == shrinking:
+                    books.resize("device", name, nbytes)
+        flow.config, flow.plan, requests.plan = cfg, plan, plan
+    return plan
 
 # %% ../nbs/10a_flow.ipynb #e2aa88c8
 def encode(flow: ExpertFlow, prompt: Any) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ OUTSIDE_REGISTRY = {"longcat_flash"}  # transformers offers only its own loop
 
 
 def resident(path, mode):
-    "The reference. Its routed experts are cloned: views into the file are not aligned, which changes fp32 bits (not ours: slots are)."
+    "The reference. Its routed experts are cloned: views into the file are not aligned, which changes fp32 bits (slots are)."
     model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", experts_implementation=mode).eval()
     for name, p in model.named_parameters():
         if ".experts." in name:

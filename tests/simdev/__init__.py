@@ -126,6 +126,11 @@ def load() -> Any:
     return _core
 
 
+def pretend_cuda() -> None:
+    "For FakeTensorMode, which can have tensors on a CUDA device that is not there, but not index them in a build without CUDA."
+    load().pretend_cuda()
+
+
 def configure(**changes: Any) -> None:
     "Changes settings; what is not named stays as it is."
     if unknown := set(changes) - set(DEFAULTS): raise TypeError(f"no such settings: {', '.join(sorted(unknown))}")

@@ -93,6 +93,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     at::RegisterPrivateUse1HooksInterface(new Hooks);
   });
   m.def("shut_down", shut_down);
+  m.def("pretend_cuda", [] {
+    if (!c10::impl::hasDeviceGuardImpl(c10::DeviceType::CUDA))
+      c10::impl::DeviceGuardImplRegistrar(c10::DeviceType::CUDA, new c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>);
+  });
   m.def("forked", [] { return life() == Life::forked; });
   m.def("running", [] { return life() == Life::running; });
   m.def("configure", configure);

@@ -1,0 +1,192 @@
+"""The device path on the simulated accelerator: the CPU's bits, no hazard, no pageable copy, however late things are.
+
+Every copy and every op starts late by a random time, slots are poisoned with NaN before each load, and the checker of the
+simulated device looks for orders that nobody has asked for. The reference is the resident model on the CPU.
+"""
+
+import itertools
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from expertflow.flow import ExpertFlow
+from expertflow.testing import write_checkpoint
+
+pytest_plugins = ["simdev.plugin"]
+EAGER = {"attn_implementation": "eager"}  # torch picks other kernels for sdpa on an accelerator
+CORE = ["olmoe", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "deepseek_v2", "deepseek_v3", "gpt_oss", "granitemoe",
+        "granitemoeshared", "glm4_moe", "dots1", "flex_olmo", "minimax"]  # fmt: skip
+
+
+def resident(path, mode="grouped_mm"):
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", experts_implementation=mode, **EAGER).eval()
+    for p in model.parameters():
+        p.data = p.data.clone()  # views into the file are not aligned, what is on a device is
+    return model
+
+
+def offloaded(path, budget="0.001%", host="100%", **kw):
+    settings = {"gpu_memory_budget": budget, "cpu_memory_budget": host, "context": 512, "batch": 3, "system_reserve": "1MB"} | kw
+    flow = ExpertFlow.from_pretrained(path, model_kwargs=EAGER, **settings)
+    assert flow.device.type == "sim"
+    flow.runtime.poison = True
+    for slot in flow.runtime.cache.free:
+        flow.runtime.slab.poison(slot)
+        flow.runtime.executor.used([slot])
+    return flow
+
+
+def prompt(vocab, n=33, batch=1):
+    return torch.randint(3, vocab, (batch, n), generator=torch.Generator().manual_seed(n + batch))
+
+
+def decode(model, ids, n):
+    length = {"min_new_tokens": n, "max_new_tokens": n, "do_sample": False}
+    out = model.generate(ids, **length, output_logits=True, return_dict_in_generate=True)
+    return out.sequences.cpu(), torch.stack(out.logits).cpu().nan_to_num()
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", CORE)
+def test_equal_bits(sim, tmp_path, family, dtype):
+    "Both references, all budgets, two prompt lengths and batches, a host tier that has to go to disk; late by up to 0.2 ms."
+    path = write_checkpoint(family, tmp_path, dtype=dtype)
+    for mode in ("grouped_mm", "eager"):
+        ref = resident(path, mode)
+        cases = [prompt(ref.config.vocab_size, n, b) for n, b in ((33, 1), (70, 3))]
+        with torch.no_grad():
+            expected = [ref(x).logits for x in cases]
+        tokens = decode(ref, cases[0], 12)
+        for i, budget in enumerate(("100%", "50%", "25%", "0.001%")):
+            sim.configure(delay=0.0002, seed=i)
+            with offloaded(path, budget, "30%", experts_implementation=mode, preload=bool(i % 2)) as flow, torch.no_grad():
+                for x, want in zip(cases, expected, strict=True):
+                    got = flow.model(x.to("sim")).logits.cpu()
+                    assert torch.equal(got.nan_to_num(), want.nan_to_num()), (mode, budget, x.shape)
+                assert same(decode(flow.model, cases[0].to("sim"), 12), tokens), (mode, budget)
+            assert not sim.hazards(), (mode, budget)
+
+
+@pytest.fixture
+def olmoe(tmp_path):
+    path = write_checkpoint("olmoe", tmp_path, dtype="bfloat16")
+    ref = resident(path)
+    return path, ref, prompt(ref.config.vocab_size)
+
+
+class Guesser:
+    "Guesses for the next two layers: `right` knows the routing of the run before, else it names experts that are not used."
+
+    def __init__(self, rt, seen, right):
+        self.rt, self.seen, self.right, self.step = rt, seen, right, 0
+
+    def __call__(self, layer, experts):
+        layers = len(self.rt.cache.num_experts)
+        self.step += 1
+        for d in (1, 2):
+            if self.step - 1 + d < len(self.seen):
+                at, used = self.seen[self.step - 1 + d]
+                yield at, used if self.right else [e for e in range(self.rt.cache.num_experts[at]) if e not in used][:4]
+            else:
+                yield (layer + d) % layers, [0, 1]
+
+
+def routing(flow, ids, n):
+    "Layers and experts of all layer-steps of a generation."
+    seen, begin = [], flow.runtime.cache.begin
+
+    def noted(layer, experts):
+        experts = list(experts)
+        seen.append((layer, experts))
+        return begin(layer, experts)
+
+    flow.runtime.cache.begin = noted
+    out = decode(flow.model, ids, n)
+    flow.runtime.cache.begin = begin
+    return seen, out
+
+
+@pytest.mark.parametrize("right", [True, False], ids=["right", "wrong"])
+@pytest.mark.parametrize("budget", ["40%", "25%"])
+def test_prefetching_changes_nothing(sim, olmoe, budget, right):
+    "200 decode steps with a prefetcher that knows what comes, and with one that is always wrong."
+    path, ref, ids = olmoe
+    want = decode(ref, ids, 200)
+    sim.configure(delay=0.0001, link=2e9)
+    with offloaded(path, budget, "60%") as flow:
+        seen, plain = routing(flow, ids.to("sim"), 200)
+        assert same(plain, want)
+        before = flow.runtime.cache.count.prefetched
+        flow.runtime.prefetcher = Guesser(flow.runtime, seen, right)
+        assert same(decode(flow.model, ids.to("sim"), 200), want)
+        count = flow.runtime.cache.count
+        assert before == 0 < count.prefetched
+        if budget == "40%":
+            used = count.in_time + count.late
+            assert used > 0.5 * count.prefetched if right else count.wasted > 0.5 * count.prefetched, count
+
+
+@pytest.mark.parametrize("mode", ["grouped_mm", "eager"])
+def test_budget_changes_while_it_generates(sim, tmp_path, mode):
+    "Grow, shrink to the minimum, back, every few tokens; and what was given back is free on the device."
+    path = write_checkpoint("qwen3_moe", tmp_path, dtype="bfloat16")
+    ref = resident(path, mode)
+    ids = prompt(ref.config.vocab_size)
+    want = decode(ref, ids, 60)
+    sim.configure(delay=0.0001)
+    with offloaded(path, "50%", experts_implementation=mode) as flow:
+        budgets, slots = itertools.cycle(["100%", "0.001%", "50%", "25%", "0.001%", "75%"]), set()
+        flow.runtime.prefetcher = lambda layer, experts: [((layer + 1) % len(flow.runtime.cache.num_experts), range(4))]
+
+        class Change(torch.nn.Module):
+            n = 0
+
+            def __call__(self, input_ids, scores):
+                self.n += 1
+                if self.n % 4 == 0:
+                    flow.set_budget(next(budgets))
+                    slots.add(flow.runtime.cache.n_slots)
+                return scores
+
+        out = flow.model.generate(ids.to("sim"), do_sample=False, min_new_tokens=60, max_new_tokens=60, output_logits=True,
+                                  return_dict_in_generate=True, logits_processor=[Change()])  # fmt: skip
+        assert same((out.sequences.cpu(), torch.stack(out.logits).cpu().nan_to_num()), want)
+        assert len(slots) == 5 and min(slots) == flow.plan.min_slots
+
+
+def test_whole_layers_run_without_a_wait(sim, olmoe):
+    "All experts resident: no host sync between the router and the next token; with half of them, one a layer."
+    path, ref, ids = olmoe
+    want = decode(ref, ids, 24)
+    per_token = {}
+    for budget in ("100%", "50%"):
+        with offloaded(path, budget) as flow:
+            decode(flow.model, ids.to("sim"), 4)  # everything has been loaded, compiled, seen
+            x = ids[:, :1].to("sim")
+            torch.accelerator.synchronize()
+            start = sim.counters()
+            with torch.no_grad():
+                for _ in range(5):
+                    flow.model(x)
+            now = sim.counters()
+            per_token[budget] = (now["syncs"] - start["syncs"]) / 5
+            assert now["copies.h2d.pageable"] == start["copies.h2d.pageable"]
+            assert same(decode(flow.model, ids.to("sim"), 24), want)
+    layers = ref.config.num_hidden_layers
+    assert per_token["100%"] == 0 and per_token["50%"] <= layers, per_token
+
+
+def test_uses_are_counted_without_waiting(sim, olmoe):
+    "The hits of layers that ran without the host are those that the host would have counted."
+    path, ref, ids = olmoe
+    with offloaded(path, "100%") as flow:
+        decode(flow.model, ids.to("sim"), 10)
+        run = flow.generations[-1]
+    k, layers = ref.config.num_experts_per_tok, ref.config.num_hidden_layers
+    assert run.misses == 0 and run.hits >= 9 * k * layers  # nine decode steps of one row, and a prompt
+    assert flow.runtime.cache.count.steps == 10 * layers
