@@ -119,6 +119,10 @@ BAD = {
     "warmup_steps": [(-1, "at least 0")],
     "io_threads": [(0, "at least 1"), (65, "at most 64")],
     "load_timeout": [(0, "above 0"), (math.inf, "a number"), (10**6, "at most 86400")],
+    "host_compute": [("sometimes", "known: never, auto, always"), ("Auto", "did you mean 'auto'?"), (True, "known")],
+    "paced_link": [(0, "must be a rate above 0"), (-2, 'write e.g. 2 (GB/s), "2GB/s"'), ("2GB", "a rate"), ("2", "a rate"),
+                   ("/s", "a rate"), ("2GB/s/s", "a rate"), ("0.1B/s", "above 0"), (math.nan, "a rate"), (math.inf, "a rate"),
+                   (True, "a rate"), (5_000_000_000, "a rate")],
     "preload": [(1, "true or false")],
     "strict": [(1, "true or false"), (False, "not available in this version")],
     "tolerance": [(0.1, "not available"), (2, "at most 1")],
@@ -179,6 +183,13 @@ def test_weights():
     assert sum(c.priority_weights.values()) == pytest.approx(1)
     d.as_dict()["priority_weights"]["recency"] = 7
     assert d.priority_weights["recency"] == 1 and Config().priority_weights["recency"] == 0.3
+
+
+@pytest.mark.parametrize(("x", "rate"), [(None, None), (2, 2 * 10**9), (0.5, 5 * 10**8), ("2GB/s", 2 * 10**9), ("500 MB/S", 5 * 10**8),
+                                         (" 1GiB/s ", 2**30), ("1.5/s", 15 * 10**8), (np.float32(0.25), 25 * 10**7)])
+def test_rate_of_a_paced_link(x, rate):
+    c = Config(paced_link=x)
+    assert c.link_rate == rate and c.paced_link is x
 
 
 def test_config_is_frozen_and_copies():
