@@ -9,7 +9,7 @@ __all__ = ['find_checkpoint', 'Room', 'look_around', 'plan_for', 'staging_bytes'
            'threshold_of', 'segment_slots', 'build_runtime', 'rebudget', 'encode', 'stream_text', 'Report',
            'measured_peak', 'make_report', 'report_table']
 
-# %% ../nbs/10a_flow.ipynb #f52c1e9f
+# %% ../nbs/10a_flow.ipynb #d1c2e4bf
 import contextlib
 import functools
 import json
@@ -41,7 +41,7 @@ from .config import BudgetError, CheckpointError, Config, ExpertFlowError, Share
 from .evictor import make_evictor
 from .hardware import device_memory, give_back_freed, memory_available, peak_rss, pick_device, rss
 from .ledger import Inventory, Ledger, Plan, admit_kv, inventory, make_plan
-from .mover import AcceleratorExecutor, CpuExecutor, Executor, Slab
+from .mover import AcceleratorExecutor, CpuExecutor, Executor, Link, Slab
 from .runtime import Runtime, offloaded
 
 # %% ../nbs/10a_flow.ipynb #b6afe6af
@@ -146,7 +146,7 @@ def preload(rt: Runtime, order: Iterable[tuple[int, int]]) -> int:  # experts lo
         end(rt.cache, step)
     return sum(map(len, by_layer.values()))
 
-# %% ../nbs/10a_flow.ipynb #c9ab4ccb
+# %% ../nbs/10a_flow.ipynb #119ecbf0
 def host_slots(cfg: Config, plan: Plan, device: torch.device) -> int:
     "Experts that the host tier behind an accelerator holds; on the CPU there is none, the device is the host."
     if device.type == "cpu":
@@ -165,9 +165,10 @@ def host_slots(cfg: Config, plan: Plan, device: torch.device) -> int:
 
 def make_executor(store: ExpertStore, slab: Slab, cfg: Config, n_host: int) -> Executor:
     "How bytes get into the slots of this device."
+    link = Link(cfg.link_rate) if cfg.link_rate else None
     if slab.device.type == "cpu":
-        return CpuExecutor(store, slab, cfg.io_threads, cfg.load_timeout)
-    return AcceleratorExecutor(store, slab, n_host, cfg.io_threads, cfg.load_timeout)
+        return CpuExecutor(store, slab, cfg.io_threads, cfg.load_timeout, link)
+    return AcceleratorExecutor(store, slab, n_host, cfg.io_threads, cfg.load_timeout, link)
 
 # %% ../nbs/10a_flow.ipynb #02653dc8
 class _Raises:
@@ -669,7 +670,7 @@ def measured_peak(device: torch.device) -> int:
     ask = getattr(torch.accelerator, "max_memory_allocated", None)
     return int(ask(device)) if ask else 0
 
-# %% ../nbs/10a_flow.ipynb #81012db5
+# %% ../nbs/10a_flow.ipynb #f8ff3bc5
 def make_report(flow: ExpertFlow) -> Report:
     rt = flow.runtime
     chosen: dict[str, Any] = {"device": str(flow.device), "dtype": str(flow.model.dtype).removeprefix("torch.")}
@@ -677,9 +678,8 @@ def make_report(flow: ExpertFlow) -> Report:
     config = flow.config.as_dict() | chosen
     count = asdict(rt.cache.count) | {"slots": rt.cache.n_slots, "resident": rt.cache.n_slots - len(rt.cache.free)}
     plan, memory, runs = flow.plan.as_dict(), flow.ledger.snapshot(), [r.as_dict() for r in flow.generations]
-    return Report(
-        str(flow.path), str(flow.device), config, plan, memory, measured_peak(flow.device), count, asdict(rt.traffic), runs
-    )
+    traffic = asdict(rt.traffic) | {"paced_link": flow.config.link_rate}  # bytes/s, None: not slowed down
+    return Report(str(flow.path), str(flow.device), config, plan, memory, measured_peak(flow.device), count, traffic, runs)
 
 def _rate(x: float | None, unit: str, digits: int = 2) -> str:
     return "-" if x is None else f"{x:.{digits}f} {unit}"
@@ -695,7 +695,7 @@ def report_table(r: Report) -> str:
             f"first after {_rate(g['ttft'], 's')}, then {_rate(g['tpot'] and 1000 * g['tpot'], 'ms')} each)",
             f"experts    {g['hits']} hits, {g['misses']} misses ({g['hits'] / max(1, needed):.1%} hits)",
             f"traffic    {fmt_bytes(g['bytes_loaded'])} loaded ({fmt_bytes(int(g['bytes_per_token'] or 0))} per token), "
-            f"stalled {g['stall']:.2f} s",
+            f"stalled {g['stall']:.2f} s" + (f"; paced: {fmt_bytes(rate)}/s" if (rate := r.traffic["paced_link"]) else ""),
         ]
         lines += [f"failed     {g['error']}"] if g["error"] else []
     p, dev = r.plan, r.memory["device"]

@@ -185,8 +185,9 @@ def test_weights():
     assert d.priority_weights["recency"] == 1 and Config().priority_weights["recency"] == 0.3
 
 
-@pytest.mark.parametrize(("x", "rate"), [(None, None), (2, 2 * 10**9), (0.5, 5 * 10**8), ("2GB/s", 2 * 10**9), ("500 MB/S", 5 * 10**8),
-                                         (" 1GiB/s ", 2**30), ("1.5/s", 15 * 10**8), (np.float32(0.25), 25 * 10**7)])
+@pytest.mark.parametrize(("x", "rate"), [(None, None), (2, 2 * 10**9), (0.5, 5 * 10**8), ("2GB/s", 2 * 10**9),
+                                         ("500 MB/S", 5 * 10**8), (" 1GiB/s ", 2**30), ("1.5/s", 15 * 10**8),
+                                         (np.float32(0.25), 25 * 10**7)])
 def test_rate_of_a_paced_link(x, rate):
     c = Config(paced_link=x)
     assert c.link_rate == rate and c.paced_link is x
