@@ -100,5 +100,5 @@ def test_forward_on_a_fake_cuda_device(sim, path, monkeypatch):
                 logits = model(torch.zeros(2, n, dtype=torch.long, device="cuda"), use_cache=False).logits
                 assert logits.device.type == "cuda" and logits.shape[:2] == (2, n) and logits.dtype == torch.bfloat16
             rt._tables[0] = rt._tables[0][0], torch.arange(store.num_experts[0])
-            with pytest.raises(RuntimeError, match="cpu|device"):
+            with pytest.raises(RuntimeError, match=r"cpu|device"):
                 model(torch.zeros(2, 5, dtype=torch.long, device="cuda"), use_cache=False)
