@@ -31,7 +31,7 @@ from .checkpoint import Checkpoint, ExpertStore, SlotLayout
 from .config import CheckpointError, ExpertFlowError
 from .mover import Executor, Slab, huge_pages
 
-# %% ../nbs/10_runtime.ipynb #affaafbe
+# %% ../nbs/10_runtime.ipynb #3dee3cd2
 class Step:
     "A layer-step in progress: `take` an expert's slot, compute, `give` it back."
 
@@ -39,12 +39,9 @@ class Step:
         self.rt, self.layer = rt, layer
         if rt.closed:
             raise ExpertFlowError("this model has been closed; load it again to use it")
-        under_way = rt.cache.loading.any()  # prefetches, or left over from a step that broke off
-        if under_way:
-            rt.reap()
+        rt.reap()  # prefetches that have arrived, and what is left over from a step that broke off
         self.step: LayerStep = rt.cache.begin(layer, experts)
-        if under_way:
-            rt.hurry(layer, self.step.hits)
+        rt.hurry(layer, self.step.hits)
         self.pull()
 
     def pull(self) -> list[Load]:
