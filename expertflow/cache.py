@@ -94,7 +94,7 @@ def check(r: Residency) -> None:
     assert set(r.free).isdisjoint(slots) and len(r.free) + len(slots) == r.n_slots, "a slot leaked"
     assert not r.loading[r.owner == ABSENT].any() and not r.pins[r.owner == ABSENT].any(), "an empty slot is held"
 
-# %% ../nbs/05_cache.ipynb #093c759a
+# %% ../nbs/05_cache.ipynb #d9857bd4
 @dataclass
 class Counters:
     "What happened so far, in experts. `hits + misses` = experts needed, summed over layer-steps."
@@ -108,6 +108,7 @@ class Counters:
     in_time: int = 0  # were there when they were needed (hits)
     late: int = 0  # were still on their way when they were needed (hits, too, but somebody waited)
     wasted: int = 0  # were thrown out before anybody needed them
+    on_host: int = 0  # misses that the host computed where they were, without a load
 
 # %% ../nbs/05_cache.ipynb #624e9afe
 class Books(Residency):
@@ -130,7 +131,7 @@ class Books(Residency):
         self.fresh[slot] = False
         return super().drop(slot)
 
-# %% ../nbs/05_cache.ipynb #cb4ffee8
+# %% ../nbs/05_cache.ipynb #b5db1187
 class ExpertCache(Books):
     "Residency of `[layer, expert]` over shared slots, driven one layer-step at a time."
 
@@ -171,6 +172,12 @@ class ExpertCache(Books):
         self.count.hits += len(experts)
         row = self.slot_of[layer]
         return [row[e] for e in experts]
+
+    def computed_by_host(self, layer: int, experts: Sequence[int]) -> None:
+        "Misses of the step about to begin that are not brought."
+        self.count.misses += len(experts)
+        self.count.on_host += len(experts)
+        self.evictor.observe(self.count.steps, np.array(experts, np.int64) + layer * self.E)
 
     def were_hits(self, layer: int, experts: Sequence[int]) -> None:
         "Experts of which it becomes known afterwards that a layer-step used them where they were."

@@ -539,7 +539,7 @@ def segment_slots(plan: Plan, experts: int) -> int:
         return experts
     return max(1, 256_000_000 // plan.slot_bytes)
 
-# %% ../nbs/10a_flow.ipynb #6f294fc1
+# %% ../nbs/10a_flow.ipynb #54d4243d
 def build_runtime(store: ExpertStore, flow: ExpertFlow) -> Runtime:
     "Slots, cache, policy and executor for a plan."
     cfg, plan = flow.config, flow.plan
@@ -555,7 +555,9 @@ def build_runtime(store: ExpertStore, flow: ExpertFlow) -> Runtime:
     cache.keep_free = min(cache.keep_free, plan.slots - plan.min_slots)
     slab = Slab(plan.slots, store.slot_bytes, flow.device, most=plan.total_experts, segment=segment_slots(plan, cache.E))
     executor = make_executor(store, slab, cfg, flow.host_slots)
-    return Runtime(store, cache, slab, executor, cfg.experts_implementation)
+    rt = Runtime(store, cache, slab, executor, cfg.experts_implementation)
+    rt.host_compute = cfg.host_compute
+    return rt
 
 # %% ../nbs/10a_flow.ipynb #b0c5e31c
 def rebudget(flow: ExpertFlow, budget: Any) -> Plan:
@@ -670,7 +672,7 @@ def measured_peak(device: torch.device) -> int:
     ask = getattr(torch.accelerator, "max_memory_allocated", None)
     return int(ask(device)) if ask else 0
 
-# %% ../nbs/10a_flow.ipynb #f8ff3bc5
+# %% ../nbs/10a_flow.ipynb #75ebdce5
 def make_report(flow: ExpertFlow) -> Report:
     rt = flow.runtime
     chosen: dict[str, Any] = {"device": str(flow.device), "dtype": str(flow.model.dtype).removeprefix("torch.")}
@@ -693,7 +695,8 @@ def report_table(r: Report) -> str:
         lines += [
             f"speed      {_rate(g['tokens_per_second'], 'tokens/s')} ({g['new_tokens']} new tokens in {g['seconds']:.2f} s; "
             f"first after {_rate(g['ttft'], 's')}, then {_rate(g['tpot'] and 1000 * g['tpot'], 'ms')} each)",
-            f"experts    {g['hits']} hits, {g['misses']} misses ({g['hits'] / max(1, needed):.1%} hits)",
+            f"experts    {g['hits']} hits, {g['misses']} misses ({g['hits'] / max(1, needed):.1%} hits)"
+            + (f"; the host computed {n} misses so far itself, with its own last bits" if (n := r.cache["on_host"]) else ""),
             f"traffic    {fmt_bytes(g['bytes_loaded'])} loaded ({fmt_bytes(int(g['bytes_per_token'] or 0))} per token), "
             f"stalled {g['stall']:.2f} s" + (f"; paced: {fmt_bytes(rate)}/s" if (rate := r.traffic["paced_link"]) else ""),
         ]

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['Batches', 'Views', 'Prefetcher', 'BuildRuntime', 'Step', 'waves', 'project', 'expert_rows', 'grouped_forward',
-           'one_row', 'Stand', 'stand_in', 'slot_rows', 'Fetched', 'Whole', 'all_resident', 'ExpertParam', 'InOrder',
-           'eager_forward', 'repair', 'Traffic', 'Tables', 'Loads', 'Guesses', 'Room', 'Steps', 'Runtime',
-           'ForwardOnly', 'compute', 'expertflow_experts', 'strip', 'attach', 'lost', 'own_memory', 'offloaded']
+           'one_row', 'Stand', 'stand_in', 'slot_rows', 'Fetched', 'Whole', 'all_resident', 'HostCost',
+           'cheaper_on_host', 'ByHost', 'by_host', 'measure_cost', 'ExpertParam', 'InOrder', 'eager_forward', 'repair',
+           'Traffic', 'Tables', 'Loads', 'Guesses', 'Room', 'Steps', 'Runtime', 'ForwardOnly', 'compute',
+           'expertflow_experts', 'strip', 'attach', 'lost', 'own_memory', 'offloaded']
 
-# %% ../nbs/10_runtime.ipynb #c40f765e
+# %% ../nbs/10_runtime.ipynb #e8bc9567
 import ctypes
 import mmap
 import re
@@ -16,7 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,17 +80,18 @@ class Step:
         for e in experts:
             done(self.rt.cache, self.step, e)
 
-# %% ../nbs/10_runtime.ipynb #d358db13
+# %% ../nbs/10_runtime.ipynb #dcd1fec9
 Batches = Generator[tuple[list[int], list[int]], None, None]  # experts to compute now, and their slots
 
-def waves(s: Step) -> Batches:
-    "Batches of experts to compute now, until the layer-step has had all of its experts."
+def waves(s: Step, meanwhile: Callable[[], None] = lambda: None) -> Batches:
+    "Batches of experts to compute now, until the layer-step has had them all; `meanwhile` is called after the first hits."
     cache, row = s.rt.cache, s.rt.cache.slot_of[s.layer]
     ready = [e for e in s.step.hits if not cache.loading[row[e]]]
     if ready:
         yield ready, [row[e] for e in ready]
         s.give(ready)
         s.pull()
+    meanwhile()
     while s.step.pinned or s.step.misses:
         if not s.step.pinned:
             s.rt.reap(wait=True)  # all slots are with an earlier step that broke off
@@ -125,7 +127,7 @@ def expert_rows(module: Any, parts: Sequence[Tensor], experts: Sequence[Views]) 
     y = project(module, h.split([len(x) for x in parts]), experts, "down_proj")
     return module.post_expert_norm(y) if getattr(module, "has_post_expert_norm", False) else y
 
-# %% ../nbs/10_runtime.ipynb #49ba1b6a
+# %% ../nbs/10_runtime.ipynb #45004125
 def grouped_forward(rt: "Runtime", layer: int, module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     "Equal bits to transformers' `grouped_mm` experts, in whatever order the experts arrive."
     N, K = index.shape
@@ -141,7 +143,7 @@ def grouped_forward(rt: "Runtime", layer: int, module: Any, hidden: Tensor, inde
     bounds = _bounds(sorted(fetched.ids()) if rt.on_device else keys.tolist())
     x = hidden[torch.div(perm, K, rounding_mode="floor")]
     out: Tensor | None = None
-    with closing(rt.bring(layer, list(bounds))) as batches:
+    with by_host(rt, layer, module, x, bounds) as host, closing(rt.bring(layer, host.others, host.compute)) as batches:
         for experts, slots in batches:
             spans = [slice(*bounds[e]) for e in experts]
             y = slot_rows(rt, layer, module, [x[s] for s in spans], slots)
@@ -151,6 +153,9 @@ def grouped_forward(rt: "Runtime", layer: int, module: Any, hidden: Tensor, inde
             out = y.new_empty(N * K, y.shape[-1]) if out is None else out
             for s, part in zip(spans, y.split([s.stop - s.start for s in spans]), strict=True):
                 out[s] = part
+    for e, y in host.results.items():
+        out = y.new_empty(N * K, y.shape[-1]) if out is None else out
+        out[slice(*bounds[e])] = y
     assert out is not None
     weighted = out * weights.reshape(-1)[perm].unsqueeze(-1)
     inverse = torch.empty_like(perm)
@@ -239,11 +244,13 @@ class Fetched:
             self.event.synchronize()
         return self.host.reshape(-1).tolist()
 
-# %% ../nbs/10_runtime.ipynb #61b95a88
+# %% ../nbs/10_runtime.ipynb #92a25549
 class Whole:
     "Layers that are entirely resident: where their experts are, on the device; and what is still to be noted about their use."
     on_device: bool
     note_uses = True
+    host_compute = "never"  # never | auto | always: misses in the host tier
+    host_cost: "HostCost | None" = None
 
     def __init__(self) -> None:
         self.stands: dict[tuple[int, int], Stand] = {}
@@ -293,6 +300,74 @@ def all_resident(rt: "Runtime", layer: int, module: Any, hidden: Tensor, index: 
             rt._unnoted.append((layer, Fetched(index)))
             rt.note()
         return out
+
+# %% ../nbs/10_runtime.ipynb #fe1c537e
+@dataclass(frozen=True)
+class HostCost:
+    "Seconds, measured on this machine with experts of this model."
+    move: float  # one expert from the host to the device
+    row: float  # one expert applied to one row, on the host
+
+def cheaper_on_host(rows: Sequence[int], cost: HostCost) -> list[int]:  # indices into `rows`
+    "Which misses the host should compute; `rows[i]`: how many rows the i-th miss is applied to."
+    order = sorted(range(len(rows)), key=rows.__getitem__)
+    ends = [max(cost.row * sum(rows[i] for i in order[:n]), cost.move * (len(rows) - n)) for n in range(len(rows) + 1)]
+    return sorted(order[: ends.index(min(ends))])
+
+# %% ../nbs/10_runtime.ipynb #cf92e040
+class ByHost:
+    "The part of a layer-step that the host computes: none of it, as a rule."
+
+    def __init__(self, rt: "Runtime", layer: int, module: Any, x: Tensor, bounds: dict[int, tuple[int, int]]):
+        self.rt, self.layer, self.module, self.x, self.bounds = rt, layer, module, x, bounds
+        self.lent: dict[int, Tensor] = {}  # expert -> its bytes in the host tier
+        self.results: dict[int, Tensor] = {}
+        self.others = list(bounds)
+
+    def choose(self, stack: ExitStack) -> None:
+        row = self.rt.cache.slot_of[self.layer]
+        for e in self.bounds:
+            if row[e] == ABSENT and (held := stack.enter_context(self.rt.executor.host_tensor(self.layer, e))) is not None:
+                self.lent[e] = held
+        if self.rt.host_compute == "auto" and self.lent:
+            self.rt.host_cost = self.rt.host_cost or measure_cost(self.rt, self.layer, self.module, self.x)
+            there = list(self.lent)
+            chosen = cheaper_on_host([self.bounds[e][1] - self.bounds[e][0] for e in there], self.rt.host_cost)
+            self.lent = {there[i]: self.lent[there[i]] for i in chosen}
+        self.others = [e for e in self.bounds if e not in self.lent]
+        self.rt.cache.computed_by_host(self.layer, list(self.lent))
+
+    def compute(self) -> None:
+        for e, held in self.lent.items():
+            x = self.x[slice(*self.bounds[e])].to("cpu")
+            y = expert_rows(self.module, [x], [self.rt.store.views(self.layer, held)])
+            self.results[e] = y.pin_memory().to(self.x.device, non_blocking=True)
+
+@contextmanager
+def by_host(rt: "Runtime", layer: int, module: Any, x: Tensor, bounds: dict[int, tuple[int, int]]) -> Iterator[ByHost]:
+    "The experts of a layer-step that the host computes stay in the host tier until it has."
+    host = ByHost(rt, layer, module, x, bounds)
+    with ExitStack() as stack:
+        if rt.host_compute != "never" and rt.on_device and not getattr(module, "has_post_expert_norm", False):
+            with rt.lock:
+                host.choose(stack)
+        yield host
+
+# %% ../nbs/10_runtime.ipynb #1aeaafb3
+def measure_cost(rt: "Runtime", layer: int, module: Any, x: Tensor) -> HostCost:
+    "The best of three of each; with a paced link, its pace."
+    flat = torch.zeros(rt.store.slot_bytes, dtype=torch.uint8).pin_memory()
+    link = getattr(rt.executor, "link", None)
+    target, one, move, row = torch.empty_like(flat, device=x.device), x[:1].to("cpu"), [], []
+    for _ in range(3):
+        t = time.perf_counter()
+        expert_rows(module, [one], [rt.store.views(layer, flat)])
+        row.append(time.perf_counter() - t)
+        t = time.perf_counter()
+        with link.carry(len(flat)) if link else nullcontext():
+            target.copy_(flat)
+        move.append(time.perf_counter() - t)
+    return HostCost(min(move), min(row))
 
 # %% ../nbs/10_runtime.ipynb #32cbbad9
 class ExpertParam:
@@ -496,11 +571,11 @@ class Room(Guesses):
                 self.slab.resize(n_slots)
                 self.executor.resized(n_slots)
 
-# %% ../nbs/10_runtime.ipynb #6dd2fc88
+# %% ../nbs/10_runtime.ipynb #455594cd
 class Steps(Room):
     "The part of the runtime that takes the experts of a layer-step through the slots."
 
-    def bring(self, layer: int, experts: Sequence[int]) -> Batches:
+    def bring(self, layer: int, experts: Sequence[int], meanwhile: Callable[[], None] = lambda: None) -> Batches:
         "Batches (experts, slots) to compute, in an order of our choice, until the layer-step is over."
         with self.lock:
             try:
@@ -511,7 +586,7 @@ class Steps(Room):
                     return
                 s = Step(self, layer, experts)
                 self.look_ahead(layer, experts)
-                yield from waves(s)
+                yield from waves(s, meanwhile)
                 end(self.cache, s.step)
             except BaseException:
                 repair(self.cache, self.executor)

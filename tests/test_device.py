@@ -190,3 +190,19 @@ def test_uses_are_counted_without_waiting(sim, olmoe):
     k, layers = ref.config.num_experts_per_tok, ref.config.num_hidden_layers
     assert run.misses == 0 and run.hits >= 9 * k * layers  # nine decode steps of one row, and a prompt
     assert flow.runtime.cache.count.steps == 10 * layers
+
+
+@pytest.mark.parametrize("how", ["auto", "always"])
+def test_the_host_computes_misses(sim, olmoe, how):
+    "Misses that are in the host tier are not moved over a slow link; on this device even the bits are the host's. Never unasked."
+    path, ref, ids = olmoe
+    want = decode(ref, ids, 30)
+    loads = {}
+    for setting in ("never", how):
+        sim.configure(delay=0.0001, link=1e7)
+        with offloaded(path, "25%", host_compute=setting) as flow:
+            assert same(decode(flow.model, ids.to("sim"), 30), want)
+            loads[setting], count = flow.runtime.cache.count.loads, flow.runtime.cache.count
+            assert (count.on_host > 0) == (setting != "never")
+            assert count.on_host <= count.misses and ("the host computed" in str(flow.report())) == (setting != "never")
+    assert loads[how] < loads["never"]
