@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Step', 'huge_pages', 'Slots', 'Slab', 'Job', 'Move', 'Waiting', 'Threads', 'Workers', 'Tickets', 'Executor', 'Moved',
-           'Link', 'Moves', 'CpuExecutor', 'pinned_rows', 'HostSlot', 'Lent', 'HostSlots', 'HostTier', 'look', 'Copies',
-           'DeviceClock', 'Copying', 'Tiers', 'AcceleratorExecutor']
+           'Link', 'Orders', 'Moves', 'Crossing', 'CpuExecutor', 'pinned_rows', 'HostSlot', 'Lent', 'HostSlots',
+           'HostTier', 'lend', 'Ordered', 'Copies', 'DeviceClock', 'Pieces', 'Copying', 'Tiers', 'AcceleratorExecutor']
 
 # %% ../nbs/09a_mover.ipynb #d0549ed1
 import mmap
@@ -94,7 +94,7 @@ class Slots:
         for slot in [slots] if isinstance(slots, int) else range(self.n_slots)[slots]:
             self[slot].fill_(0xFF)
 
-# %% ../nbs/09a_mover.ipynb #56d29bc5
+# %% ../nbs/09a_mover.ipynb #d8014899
 class Slab(Slots):
     "`n_slots` slots of `slot_bytes` bytes on one device."
 
@@ -122,11 +122,6 @@ class Slab(Slots):
     def allocated(self) -> int:
         "Bytes taken (on a device), or that may come to be taken (in host memory)."
         return (self.n_slots if self.device.type == "cpu" else len(self._rows)) * self.slot_bytes
-
-    @property
-    def data(self) -> Tensor:
-        "The first segment."
-        return self._segments[0]
 
     def resize(self, n: int) -> None:
         "From now on there are slots 0 to n - 1. Nobody may use the others any more, and views of them keep their memory."
@@ -326,7 +321,7 @@ class Tickets:
         self._open.pop(slot, None)
         return True
 
-# %% ../nbs/09a_mover.ipynb #8e782983
+# %% ../nbs/09a_mover.ipynb #e5c9b5ff
 class Executor(Protocol):
     "Moves experts into slots."
     moved: "Moved"
@@ -336,13 +331,19 @@ class Executor(Protocol):
     def begin(self) -> None: ...
     def start(self, load: Load, urgent: bool = True) -> None: ...
     def promote(self, slot: int) -> None: ...
-    def wait(self, slot: int) -> None: ...
     def ready(self, slot: int) -> bool: ...
+    def landed(self, slot: int) -> bool: ...
     def cancel(self, slot: int) -> bool: ...
     def used(self, slots: Sequence[int]) -> None: ...
     def resized(self, n: int) -> None: ...
-    def host_tensor(self, layer: int, expert: int) -> AbstractContextManager[Tensor | None]: ...
     def close(self) -> None: ...
+
+    def wait(self, slot: int) -> None:
+        "Raises what reading raised, and LoadError after the time limit. Nothing happens if no load is under way."
+
+    def host_tensor(self, layer: int, expert: int) -> AbstractContextManager[Tensor | None]:
+        "uint8 [slot_bytes], which stays as it is while the context lasts, or None. Do not wait for a load meanwhile."
+        ...
 
 # %% ../nbs/09a_mover.ipynb #e076b24d
 @dataclass
@@ -381,24 +382,18 @@ class Link:
             while (left := self._free - time.perf_counter()) > 0:
                 time.sleep(left - 2e-4 if left > 2e-4 else 0)
 
-# %% ../nbs/09a_mover.ipynb #b9d9247b
-class Moves:
-    "What executors have in common."
+# %% ../nbs/09a_mover.ipynb #41ab0e19
+class Orders:
+    "What executors have in common: what has been asked for, and what was done."
     queues: list[Workers]
 
-    def __init__(self, store: ExpertStore, slab: Slab, timeout: float, link: Link | None, chunk_bytes: int):
-        self.store, self.slab, self.link, self.chunk_bytes = store, slab, link, max(1, chunk_bytes)
+    def __init__(self, timeout: float):
         self.tickets, self.moved, self._counting = Tickets(timeout), Moved(), threading.Lock()
         self.timeline: list[tuple[str, int, int, float, float]] | None = None
-        self.paced = link is not None
-        self.halfway: Move | None = None  # a prefetch of which some chunks have been moved
-        self.nbytes = [store.layout[name].nbytes for name in store.layers]  # of an expert of each layer
         self.ready = self.tickets.done
 
-    def count(self, **more: int) -> None:
-        with self._counting:
-            for name, n in more.items():
-                setattr(self.moved, name, getattr(self.moved, name) + n)
+    def landed(self, slot: int) -> bool:
+        return self.ready(slot)
 
     def promote(self, slot: int) -> None:
         move = self.tickets.get(slot)
@@ -415,9 +410,25 @@ class Moves:
         self.count(cancelled=gone and under_way)
         return gone
 
+    def count(self, **more: int) -> None:
+        with self._counting:
+            for name, n in more.items():
+                setattr(self.moved, name, getattr(self.moved, name) + n)
+
     def note(self, kind: str, load: Load, start: float, end: float) -> None:  # perf_counter seconds
         if (timeline := self.timeline) is not None:
             timeline.append((kind, load.layer, load.expert, start, end))
+
+# %% ../nbs/09a_mover.ipynb #8d2adfa8
+class Moves(Orders):
+    "How loads are carried out, piece by piece."
+
+    def __init__(self, store: ExpertStore, slab: Slab, timeout: float, link: Link | None, chunk_bytes: int):
+        super().__init__(timeout)
+        self.store, self.slab, self.link, self.chunk_bytes = store, slab, link, max(1, chunk_bytes)
+        self.paced = link is not None
+        self.halfway: Move | None = None  # a prefetch of which some chunks have been moved
+        self.nbytes = [store.layout[name].nbytes for name in store.layers]  # of an expert of each layer
 
     def read(self, move: Move, buf: memoryview) -> None:
         start = time.perf_counter()
@@ -441,30 +452,9 @@ class Moves:
         self.count(overtaken=move.overtook)
         move.future.set_result(None)
 
-# %% ../nbs/09a_mover.ipynb #7ce35ef0
-class CpuExecutor(Moves):
-    "Threads fill slots in host memory straight from the checkpoint."
-
-    def __init__(
-        self,
-        store: ExpertStore,
-        slab: Slab,
-        n_threads: int = 2,
-        timeout: float = 60.0,  # seconds, for one load
-        link: Link | None = None,
-        chunk_bytes: int = 2**22,  # of a prefetch on the link
-    ):
-        super().__init__(store, slab, timeout, link, chunk_bytes)
-        self.readers = Workers(n_threads)
-        self.queues = [self.readers] + ([Workers(1, "expertflow-link")] if link else [])
-
-    def begin(self) -> None:
-        pass  # computing is synchronous here: when a call returns, its slots have been read
-
-    def start(self, load: Load, urgent: bool = True) -> None:
-        move = self.tickets.add(load, urgent)
-        self.count(**{"demand" if urgent else "prefetch": 1})
-        self.readers.put(move, self._read)
+# %% ../nbs/09a_mover.ipynb #801e5cb5
+class Crossing(Moves):
+    "The way of a load on the CPU: read into its slot, and over the link if there is one."
 
     def _read(self, move: Move) -> None:
         if not move.claim():
@@ -487,6 +477,31 @@ class CpuExecutor(Moves):
             return self._cross
         self.finish(move)
         return None
+
+# %% ../nbs/09a_mover.ipynb #24797d74
+class CpuExecutor(Crossing):
+    "Threads fill slots in host memory straight from the checkpoint."
+
+    def __init__(
+        self,
+        store: ExpertStore,
+        slab: Slab,
+        n_threads: int = 2,
+        timeout: float = 60.0,  # seconds, for one load
+        link: Link | None = None,  # to be crossed by what has been read
+        chunk_bytes: int = 2**22,  # of a prefetch on the link
+    ):
+        super().__init__(store, slab, timeout, link, chunk_bytes)
+        self.readers = Workers(n_threads)
+        self.queues = [self.readers] + ([Workers(1, "expertflow-link")] if link else [])
+
+    def begin(self) -> None:
+        pass  # computing is synchronous here: when a call returns, its slots have been read
+
+    def start(self, load: Load, urgent: bool = True) -> None:
+        move = self.tickets.add(load, urgent)
+        self.count(**{"demand" if urgent else "prefetch": 1})
+        self.readers.put(move, self._read)
 
     def wait(self, slot: int) -> None:
         self.promote(slot)
@@ -623,8 +638,8 @@ class HostTier(HostSlots):
             slot.full = True
             self._changed.notify_all()
 
-# %% ../nbs/09a_mover.ipynb #fe8fd371
-def look(host: HostTier, layer: int, expert: int) -> Lent | None:
+# %% ../nbs/09a_mover.ipynb #06194627
+def lend(host: HostTier, layer: int, expert: int) -> Lent | None:
     "The expert's bytes, to be read while the result lives; None if they are not here, or too many are lent."
     with host._lock:
         slot = host._slots.get((layer, expert))
@@ -635,9 +650,9 @@ def look(host: HostTier, layer: int, expert: int) -> Lent | None:
         host._lent.add(lent)
     return lent
 
-# %% ../nbs/09a_mover.ipynb #0eba2e19
-class Copies:
-    "Copies into the slots of a device, on a stream of their own, ordered against what is computed by events."
+# %% ../nbs/09a_mover.ipynb #744971e3
+class Ordered:
+    "A stream for copies, and events that order them against what is computed."
 
     def __init__(self, slab: Slab):
         self.slab, self.stream = slab, torch.Stream(slab.device)
@@ -663,6 +678,21 @@ class Copies:
             if now not in self.slab.streams:
                 self.slab.streams.append(now)
 
+    def wait(self, slot: int) -> None:
+        torch.accelerator.current_stream(self.slab.device).wait_event(self._ready[slot])
+
+    def ended(self, slot: int) -> bool:
+        "Whether the last copy into the slot is over (asks, does not wait)."
+        return self._ready[slot].query()
+
+    def used(self, slots: Sequence[int]) -> None:
+        event = torch.accelerator.current_stream(self.slab.device).record_event()
+        self._used.update(dict.fromkeys(slots, event))
+
+# %% ../nbs/09a_mover.ipynb #d98bebd7
+class Copies(Ordered):
+    "Copies into the slots of a device."
+
     def settle(self, slot: int) -> None:
         "Waits until nothing that is queued uses the slot."
         if (used := self._used.pop(slot, None)) is not None:
@@ -679,13 +709,6 @@ class Copies:
                 self._ready[slot].record(self.stream)
             end = torch.Event(self.slab.device, enable_timing=timed)
             return start, self.stream.record_event(end)
-
-    def wait(self, slot: int) -> None:
-        torch.accelerator.current_stream(self.slab.device).wait_event(self._ready[slot])
-
-    def used(self, slots: Sequence[int]) -> None:
-        event = torch.accelerator.current_stream(self.slab.device).record_event()
-        self._used.update(dict.fromkeys(slots, event))
 
 # %% ../nbs/09a_mover.ipynb #24e78917
 class DeviceClock:
@@ -704,35 +727,12 @@ class DeviceClock:
 
         self.workers.put(Job(), read)
 
-# %% ../nbs/09a_mover.ipynb #8da50370
-class Copying(Moves):
-    "The last part of the way: from the host slot that a load holds to the device."
+# %% ../nbs/09a_mover.ipynb #e1464c48
+class Pieces(Moves):
+    "The last part of the way, from the host slot that a load holds to the device: one piece."
     host: HostTier
     copies: Copies
-    readers: Workers
     clock: DeviceClock | None = None
-
-    def _copy(self, move: Move) -> Step | None:  # by a copier
-        if move.at == 0 and not move.claim():
-            self._let_go(move)
-            return None
-        try:
-            move.held.copied = self._next(move)
-        except BaseException:
-            self.halfway = None if self.halfway is move else self.halfway
-            self._let_go(move)
-            raise
-        if move.at < self.nbytes[move.load.layer]:
-            return self._copy
-        kind = "pinned" if move.held.index < self.host.n_pinned else "pageable"
-        self._let_go(move)
-        self.count(**{f"copies_{kind}": 1, f"bytes_{kind}": move.at})
-        self.finish(move)
-        return None
-
-    def _let_go(self, move: Move) -> None:
-        self.host.release(move.held)
-        self.readers.ring()  # there may be room now
 
     def _next(self, move: Move) -> torch.Event:
         "Queues the next piece; the event marks its end."
@@ -755,6 +755,33 @@ class Copying(Moves):
         elif timed and self.clock is not None:
             self.clock.later(begun, ended, lambda start, end: self.note("copy", move.load, start, end))
         return ended
+
+# %% ../nbs/09a_mover.ipynb #a49ee69a
+class Copying(Pieces):
+    "All pieces of a load."
+    readers: Workers
+
+    def _copy(self, move: Move) -> Step | None:  # by a copier
+        if move.at == 0 and not move.claim():
+            self._let_go(move)
+            return None
+        try:
+            move.held.copied = self._next(move)
+        except BaseException:
+            self.halfway = None if self.halfway is move else self.halfway
+            self._let_go(move)
+            raise
+        if move.at < self.nbytes[move.load.layer]:
+            return self._copy
+        kind = "pinned" if move.held.index < self.host.n_pinned else "pageable"
+        self._let_go(move)
+        self.count(**{f"copies_{kind}": 1, f"bytes_{kind}": move.at})
+        self.finish(move)
+        return None
+
+    def _let_go(self, move: Move) -> None:
+        self.host.release(move.held)
+        self.readers.ring()  # there may be room now
 
 # %% ../nbs/09a_mover.ipynb #b7968c32
 class Tiers(Copying):
@@ -788,7 +815,7 @@ class Tiers(Copying):
         move.held = slot
         self.copiers.put(move, self._copy)
 
-# %% ../nbs/09a_mover.ipynb #c2e26854
+# %% ../nbs/09a_mover.ipynb #370b91db
 class AcceleratorExecutor(Tiers):
     "Disk, pinned host memory, device. Threads read, two more queue copies."
 
@@ -799,8 +826,8 @@ class AcceleratorExecutor(Tiers):
         host_slots: int,  # experts that the host tier holds; more than n_threads
         n_threads: int = 2,  # that read
         timeout: float = 60.0,  # seconds, for one load
+        link: Link | None = None,  # slows the copies down
         chunk_bytes: int = 2**22,  # of a prefetch: the most that a demand load waits for
-        link: Link | None = None,
     ):
         super().__init__(store, slab, timeout, link, chunk_bytes)
         self.host, self.copies = HostTier(store, host_slots, n_threads), Copies(slab)
@@ -813,6 +840,9 @@ class AcceleratorExecutor(Tiers):
         self.count(**{"demand" if urgent else "prefetch": 1})
         self.copiers.put(move, self._look)
 
+    def landed(self, slot: int) -> bool:
+        return self.tickets.done(slot) and self.copies.ended(slot)
+
     def wait(self, slot: int) -> None:
         self.promote(slot)
         self.tickets.wait(slot)
@@ -821,7 +851,7 @@ class AcceleratorExecutor(Tiers):
     @contextmanager
     def host_tensor(self, layer: int, expert: int) -> Iterator[Tensor | None]:
         "The expert's bytes in host memory (uint8 [slot_bytes]), which stay while the context lasts; None if they are not there."
-        lent = look(self.host, layer, expert)
+        lent = lend(self.host, layer, expert)
         yield None if lent is None else lent.tensor
 
     def close(self) -> None:

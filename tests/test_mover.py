@@ -1,6 +1,9 @@
 "The mover does what it is told, in any order and with a disk that fails: contents, priorities, hazards, memory."
 
+import itertools
+import linecache
 import random
+import sys
 import threading
 import time
 import warnings
@@ -12,16 +15,23 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import LoadStateDictConfig
 
+import expertflow.mover
 from expertflow.cache import Load
 from expertflow.checkpoint import Checkpoint, ExpertStore
 from expertflow.config import LoadError
-from expertflow.mover import AcceleratorExecutor, CpuExecutor, Link, Slab
+from expertflow.mover import AcceleratorExecutor, Copies, CpuExecutor, HostSlots, Link, Slab
 from expertflow.testing import write_checkpoint
 
 pytest_plugins = ["simdev.plugin"]
 LAYERS, EXPERTS = 2, 8
 KEYS = [(layer, e) for layer in range(LAYERS) for e in range(EXPERTS)]
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    "In a fork torch makes its pool of threads anew, when it is first asked; that several ask at once is not foreseen."
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +94,7 @@ def until(condition, seconds=20):
 
 def rests(ex):
     "Nothing is queued or held."
-    assert not any(w._jobs or w._urgent for w in ex.queues)
+    until(lambda: not any(w._jobs or w._urgent for w in ex.queues))
     if isinstance(ex, AcceleratorExecutor):
         until(lambda: ex.host._held == 0)
         host = ex.host
@@ -231,3 +241,573 @@ def test_random_schedules_on_a_device(sim, store, seed, how):
             assert (m.copies_pinned > 0) == (how != "pageable") and (m.copies_pageable > 0) == (how in ("pageable", "mixed"))
             assert c["bytes.h2d.pinned"] == m.bytes_pinned and c["bytes.h2d.pageable"] == m.bytes_pageable
     assert not sim.hazards(clear=False)
+
+
+# who goes first
+
+
+def both(body):
+    "Two tests: on the CPU with a paced link, and on the simulated device."
+
+    def on_cpu(store):
+        body(store, CPU, link=Link(50e6))
+
+    def on_device(sim, store):
+        body(store, torch.device("sim"))
+
+    on_cpu.__doc__ = on_device.__doc__ = body.__doc__
+    globals()[f"test_{body.__name__}_cpu"], globals()[f"test_{body.__name__}_device"] = on_cpu, on_device
+
+
+def pieces(ex, only_chunks=False):
+    "Logs (slot, bytes, is it a chunk) of what is about to be copied; each then waits for the gate."
+    log, gate, piece = [], threading.Event(), ex.piece
+
+    def logged(move):
+        n, chunk = piece(move)
+        log.append((move.load.slot, n, chunk))
+        if chunk or not only_chunks:
+            assert gate.wait(20)
+        return n, chunk
+
+    ex.piece = logged
+    return log, gate
+
+
+def warm(store, ex, *keys):
+    "Experts that are in the host tier, if there is one."
+    for key in keys:
+        ex.start(Load(*key, 0))
+        ex.wait(0)
+
+
+def queued(ex, slot):
+    "The load stands in a queue to be copied."
+    return any(job.load.slot == slot for job, _ in list(ex.queues[1]._jobs))
+
+
+@both
+def overtakes(store, device, **kw):
+    "A demand load goes ahead of all prefetches, after at most the one chunk that is on its way. No clock: the order is logged."
+    with moving(store, 6, device, chunk_bytes=2000, **kw) as (slab, ex):
+        warm(store, ex, *KEYS[:5])
+        log, gate = pieces(ex)
+        for i in range(4):
+            ex.start(Load(*KEYS[i], i), urgent=False)
+        until(lambda: log)
+        ex.start(Load(*KEYS[4], 4))
+        if device.type == "cpu":
+            until(lambda: queued(ex, 4))
+        gate.set()
+        ex.wait(4)
+        assert same(store, slab, 4, KEYS[4])
+        at = [slot for slot, *_ in log].index(4)
+        assert at <= 1 and log[at] == (4, ex.nbytes[0], False)
+        for i in range(4):
+            ex.ready(i) or ex.wait(i)
+            ex.wait(i)
+            assert same(store, slab, i, KEYS[i])
+        m = ex.moved
+        assert m.overtaken == 1 and m.prefetch == 4 and m.demand == 6
+        assert m.chunks == sum(chunk for *_, chunk in log) and sum(n for slot, n, _ in log if slot == 0) == ex.nbytes[0]
+        rests(ex)
+
+
+@both
+def always_at_most_one_chunk(store, device, **kw):
+    "The same at any moment, with nothing held up."
+    with moving(store, 8, device, chunk_bytes=1000, host=16, **kw) as (slab, ex):
+        warm(store, ex, *KEYS)
+        log, gate = pieces(ex)
+        gate.set()
+        r = random.Random(1)
+        for _ in range(20):
+            keys = r.sample(KEYS, 5)
+            for i in range(4):
+                ex.start(Load(*keys[i], i), urgent=False)
+            time.sleep(r.random() * 2e-3)
+            seen = None
+            if device.type == "cpu":  # the disk is no matter here: from when it has been read
+                put = ex.queues[1].put
+
+                def logged(job, step, put=put):
+                    put(job, step)
+                    log.append(("put", job.load.slot))
+
+                ex.queues[1].put = logged
+            begun = len(log)
+            ex.start(Load(*keys[4], 4))
+            seen = len(log)
+            ex.wait(4)
+            if device.type == "cpu":
+                ex.queues[1].put = put
+                seen = log.index(("put", 4), begun)
+            at = next(i for i, x in enumerate(log) if i >= begun and x[:1] == (4,))
+            assert sum(x[-1] is True for x in log[seen:at]) <= 1, log[seen:at]
+            for i in range(4):
+                ex.wait(i)
+                assert same(store, slab, i, keys[i])
+        rests(ex)
+
+
+@both
+def promotion(store, device, **kw):
+    "A prefetch that turns out to be needed: what is left of it is moved at once, ahead of the others."
+    with moving(store, 6, device, chunk_bytes=2000, **kw) as (slab, ex):
+        warm(store, ex, *KEYS[:4])
+        log, gate = pieces(ex)
+        for i in range(4):
+            ex.start(Load(*KEYS[i], i), urgent=False)
+        until(lambda: log)
+        first = log[0][0]
+        if device.type == "cpu":
+            until(lambda: queued(ex, 3))
+        assert first == 0
+        ex.promote(3)
+        ex.promote(0)
+        ex.promote(0)
+        ex.promote(5)  # nothing there
+        gate.set()
+        for i in range(4):
+            ex.wait(i)
+            assert same(store, slab, i, KEYS[i])
+        rest = ex.nbytes[0]
+        assert log[0] == (0, 2000, True) and sorted(log[1:3]) == [(0, rest - 2000, False), (3, rest, False)]
+        assert ex.moved.promoted in (2, 3, 4)  # whoever waits promotes too
+        rests(ex)
+
+
+@both
+def cancelling(store, device, **kw):
+    "Possible until the slot is being written, and then nothing ever will be."
+    with moving(store, 6, device, chunk_bytes=2000, **kw) as (slab, ex):
+        warm(store, ex, *KEYS[:3])
+        log, gate = pieces(ex)
+        slab.poison()
+        ex.used(range(6))
+        for i in range(4):  # the fourth one comes from disk: read, and waiting to be copied
+            ex.start(Load(*KEYS[i], i), urgent=False)
+        until(lambda: log and queued(ex, 3))
+        assert not ex.cancel(0) and ex.cancel(5)
+        if device.type == "cpu":
+            until(lambda: queued(ex, 1))
+        assert ex.cancel(1) and ex.cancel(3) and ex.ready(1) and ex.ready(3)
+        before = slab[3].cpu()
+        gate.set()
+        ex.wait(0), ex.wait(1), ex.wait(2)
+        until(lambda: not queued(ex, 3))
+        assert same(store, slab, 0, KEYS[0]) and same(store, slab, 2, KEYS[2])
+        assert torch.equal(slab[3].cpu(), before) and {slot for slot, *_ in log} == {0, 2}
+        if device.type != "cpu":
+            assert slab[1].eq(255).all() and slab[3].eq(255).all()
+        assert ex.moved.cancelled == 2
+        rests(ex)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_reading_demand_first(store, threads):
+    "On disk too: the next read is that of a demand load, and with two threads it need not wait for a prefetch under way."
+    gate = threading.Event()
+    spy(store, lambda key: key[0] == 0 and gate.wait(20))
+    with moving(store, n_threads=threads) as (slab, ex):
+        for i in range(3):
+            ex.start(Load(0, i, i), urgent=False)
+        until(lambda: store.log)
+        ex.start(Load(1, 0, 3))
+        ex.start(Load(1, 1, 4))
+        if threads == 2:
+            ex.wait(3), ex.wait(4)
+            assert store.log == [(0, 0), (1, 0), (1, 1)]
+        assert not ex.cancel(0) and ex.cancel(1)
+        gate.set()
+        for i in (3, 4, 0, 1, 2):
+            ex.wait(i)
+        assert store.log == [(0, 0), (1, 0), (1, 1), (0, 2)] and ex.moved.overtaken == 2
+        assert all(same(store, slab, i, key) for i, key in ((0, (0, 0)), (2, (0, 2)), (3, (1, 0)), (4, (1, 1))))
+        rests(ex)
+
+
+def test_no_prefetch_is_read_beside_a_demand_load(store):
+    gate = threading.Event()
+    spy(store, lambda key: key[0] == 0 and gate.wait(20))
+    with moving(store, n_threads=3) as (slab, ex):
+        ex.start(Load(0, 0, 0))
+        until(lambda: store.log)
+        ex.start(Load(1, 0, 1), urgent=False)
+        time.sleep(0.05)
+        assert store.log == [(0, 0)]
+        ex.promote(1)
+        ex.wait(1)
+        gate.set()
+        ex.wait(0)
+        assert same(store, slab, 0, (0, 0)) and same(store, slab, 1, (1, 0))
+
+
+@both
+def closing(store, device, **kw):
+    "What is queued fails, and nobody hangs."
+    with moving(store, 6, device, chunk_bytes=2000, **kw) as (_, ex):
+        log, gate = pieces(ex)
+        for i in range(6):
+            ex.start(Load(*KEYS[i], i), urgent=i == 5)
+        until(lambda: log)
+        t = threading.Timer(0.05, gate.set)
+        t.start()
+        ex.close()
+        t.join()
+        ended = []
+        for i in range(6):
+            assert ex.ready(i)
+            try:
+                ex.wait(i)
+                ended.append(i)
+            except LoadError as e:
+                assert "closed" in str(e)
+        assert len(ended) < 6
+        ex.start(Load(*KEYS[0], 0))
+        with pytest.raises(LoadError, match="closed"):
+            ex.wait(0)
+
+
+# the host tier
+
+def on_sim(store, n_slots=6, **kw):
+    return moving(store, n_slots, torch.device("sim"), **kw)
+
+
+def test_each_expert_is_read_once(sim, store):
+    "A host tier with room for all; no pageable copy, no synchronisation of the thread that computes."
+    spy(store)
+    with on_sim(store, 4, host=len(KEYS)) as (slab, ex):
+        before = sim.counters()
+        for n in range(3 * len(KEYS)):
+            ex.begin()
+            ex.start(Load(*KEYS[n % len(KEYS)], n % 4), urgent=n % 3 > 0)
+            ex.wait(n % 4)
+            slab[n % 4].clone()
+            ex.used([n % 4])
+        after = sim.counters() - before
+        assert sorted(store.log) == KEYS and after["syncs"] == 0
+        m = ex.moved
+        assert m.host_misses == len(KEYS) and m.host_hits == 2 * len(KEYS)
+        assert m.copies_pinned == 3 * len(KEYS) and m.copies_pageable == after["copies.h2d.pageable"] == 0
+        assert after["bytes.h2d.pinned"] == m.bytes_pinned == 3 * sum(ex.nbytes) * EXPERTS
+        assert m.bytes_read == sum(store.disk_bytes(*key) for key in KEYS)
+
+
+def test_smallest_host_tier(sim, store):
+    "One host slot more than readers; everything urgent at once, three times over."
+    with pytest.raises(ValueError, match="2 host slots for 2 reader threads"):
+        AcceleratorExecutor(store, Slab(2, store.slot_bytes, torch.device("sim")), host_slots=2, n_threads=2)
+    sim.configure(link=50e6, delay=0.0005)
+    with on_sim(store, len(KEYS), host=3) as (slab, ex):
+        for urgent in (True, False, True):
+            for slot, key in enumerate(KEYS):
+                ex.start(Load(*key, slot), urgent)
+            for slot, key in enumerate(KEYS):
+                ex.wait(slot)
+                assert same(store, slab, slot, key)
+        rests(ex)
+
+
+def test_prefetches_leave_room(sim, store):
+    "Prefetches that wait for the bus do not take the host slots that a demand load needs."
+    with on_sim(store, 8, host=4, chunk_bytes=2000) as (slab, ex):
+        log, gate = pieces(ex, only_chunks=True)
+        for i in range(6):
+            ex.start(Load(*KEYS[i], i), urgent=False)
+        until(lambda: log and ex.host._held >= ex.host.spare)
+        time.sleep(0.05)
+        assert ex.host._held == ex.host.spare == 2 and not gate.is_set()
+        ex.start(Load(*KEYS[6], 6))
+        ex.start(Load(*KEYS[7], 7))
+        ex.wait(6), ex.wait(7)
+        assert same(store, slab, 6, KEYS[6]) and same(store, slab, 7, KEYS[7]) and ex.moved.overtaken == 2
+        gate.set()
+        for i in range(6):
+            ex.wait(i)
+            assert same(store, slab, i, KEYS[i])
+        rests(ex)
+
+
+def test_host_tensors(sim, store):
+    "Stay as they are while in use, however much passes through the host tier; then they may go."
+    n = store.slot_bytes
+    with on_sim(store, 2, host=4) as (_, ex):
+        with ex.host_tensor(*KEYS[0]) as t:
+            assert t is None
+        warm(store, ex, *KEYS[:2])
+        with ex.host_tensor(*KEYS[0]) as a, ex.host_tensor(*KEYS[1]) as b, ex.host_tensor(*KEYS[0]) as c:
+            assert a.is_pinned() and a.shape == (n,) and c is None, "two of four are lent at most: readers need the others"
+            warm(store, ex, *KEYS[2:])
+            assert torch.equal(a, store.want[KEYS[0]]) and torch.equal(b, store.want[KEYS[1]])
+        del a, b
+        warm(store, ex, *KEYS[2:])
+        for key in KEYS[:2]:
+            with ex.host_tensor(*key) as t:
+                assert t is None
+        with ex.host_tensor(*KEYS[-1]) as t:
+            assert torch.equal(t, store.want[KEYS[-1]])
+        rests(ex)
+    with moving(store) as (_, ex), ex.host_tensor(0, 0) as t:
+        assert t is None
+
+
+def test_an_expert_that_is_being_read_is_not_read_twice(sim, store):
+    "A load is cancelled while its expert is read, and started anew for another slot."
+    gate = threading.Event()
+    spy(store, lambda key: gate.wait(20))
+    with on_sim(store) as (slab, ex):
+        ex.start(Load(0, 0, 0))
+        until(lambda: store.log)
+        assert ex.cancel(0), "nothing has been written to the device"
+        ex.start(Load(0, 0, 1))
+        gate.set()
+        ex.wait(1)
+        assert same(store, slab, 1, (0, 0)) and store.log == [(0, 0)]
+        rests(ex)
+
+
+@pytest.mark.parametrize("limit", [0, 5, 10**6])
+def test_refused_pin(sim, store, limit):
+    "What cannot be pinned is ordinary memory: one warning, the same bytes, counted."
+    sim.configure(pinned_capacity=limit * store.slot_bytes)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with on_sim(store, 4, host=16, chunk_bytes=3000) as (slab, ex):
+            for n, key in enumerate(KEYS):
+                ex.start(Load(*key, n % 4), urgent=n % 2 == 0)
+                ex.wait(n % 4)
+                assert same(store, slab, n % 4, key)
+            m = ex.moved
+            assert (m.copies_pageable > 0) == (limit < 16) and (m.copies_pinned > 0) == (limit > 0)
+            assert ex.host.n_pinned == min(16, 3 if limit == 5 else limit), "blocks are rounded up"
+            rests(ex)
+    texts = [str(w.message) for w in seen if w.category is RuntimeWarning]
+    assert len(texts) == (limit < 16) and all("could not be pinned" in t and "B of" in t for t in texts)
+
+
+# every wait is needed: without it the checker finds a hazard
+
+
+def churn(store, sim, host=4, n=60):
+    "Experts come, are computed with, and go."
+    r = random.Random(0)
+    with on_sim(store, 3, host=host, chunk_bytes=2000) as (slab, ex):
+        for i in range(n):
+            ex.begin()
+            slot = i % 3
+            ex.start(Load(*r.choice(KEYS), slot), urgent=i % 4 > 0)
+            ex.wait(slot)
+            slab[slot] + 1
+            ex.used([slot])
+        torch.accelerator.synchronize()
+    return {h.kind for h in sim.hazards()}
+
+
+def test_nothing_is_unordered(sim, store):
+    sim.configure(delay=0.0005, link=200e6)
+    assert churn(store, sim) == set()
+
+
+def test_without_waiting_for_ready(sim, store, monkeypatch):
+    monkeypatch.setattr(Copies, "wait", lambda self, slot: None)
+    assert "read before ready" in churn(store, sim)
+
+
+def test_without_marking_what_is_used(sim, store, monkeypatch):
+    monkeypatch.setattr(Copies, "used", lambda self, slots: None)
+    assert "overwritten while read" in churn(store, sim)
+
+
+def test_without_waiting_for_copies_out_of_the_host_tier(sim, store, monkeypatch):
+    vacant = HostSlots._vacant
+
+    def forgetful(self, key):
+        slot = vacant(self, key)
+        if slot is not None:
+            slot.copied = None
+        return slot
+
+    monkeypatch.setattr(HostSlots, "_vacant", forgetful)
+    sim.configure(link=20e6)
+    assert "staging reused" in churn(store, sim, host=3)
+
+
+def test_a_prefetch_into_a_slot_in_use_holds_nobody_up(sim, store):
+    "It waits for its slot outside the copy stream, in which a demand load would have to wait behind it."
+    with on_sim(store, 3, host=16) as (slab, ex):
+        warm(store, ex, *KEYS[:3])
+        torch.accelerator.synchronize()
+        sim.configure(op_time=0.5)
+        slab[0] + 1
+        ex.used([0])
+        end = torch.accelerator.current_stream().record_event()
+        ex.start(Load(*KEYS[1], 0), urgent=False)
+        until(lambda: not ex.queues[1]._jobs)
+        ex.start(Load(*KEYS[2], 1))
+        ex.tickets.wait(1)
+        ex.copies._ready[1].synchronize()
+        assert not end.query(), "the demand load has waited for the computation"
+        sim.configure(op_time=0)
+        ex.wait(0), ex.wait(1)
+        assert same(store, slab, 0, KEYS[1]) and same(store, slab, 1, KEYS[2])
+
+
+def test_two_streams(sim, store):
+    "The model may be called on another stream than the last time."
+    sim.configure(delay=0.001, link=200e6)
+    streams = [torch.accelerator.current_stream(), torch.Stream("sim"), torch.Stream("sim")]
+    with on_sim(store, 3) as (slab, ex):
+        for i in range(30):
+            with streams[i % 3]:
+                ex.begin()
+                slot = i % 2
+                ex.start(Load(*KEYS[i % 16], slot))
+                ex.wait(slot)
+                got = slab[slot].clone()
+                ex.used([slot])
+                assert torch.equal(got.cpu(), store.want[KEYS[i % 16]])
+        assert len(slab.streams) == 4
+
+
+@pytest.mark.parametrize("careful", [True, False])
+def test_shrinking_waits_for_the_streams(sim, store, careful):
+    "Memory of slots that go is given to others when copies into it and computations with it are through."
+    sim.configure(op_time=0.02, link=20e6)
+    device, nbytes = torch.device("sim"), store.slot_bytes
+    start = sim.counters()["memory.allocated"]
+    with on_sim(store, 8, segment=2, host=8) as (slab, ex):
+        assert slab.allocated == 8 * nbytes and sim.counters()["memory.allocated"] - start >= slab.allocated
+        other = torch.Stream("sim")
+        for slot in range(8):
+            ex.start(Load(*KEYS[slot], slot), urgent=True)
+        for slot in range(8):
+            ex.wait(slot)
+        other.wait_stream(torch.accelerator.current_stream())
+        with other:
+            ex.begin()
+            sums = [slab[slot] + 0 for slot in range(8)]
+            ex.used(range(8))
+        if not careful:
+            slab.streams.clear()
+        slab.resize(3)
+        ex.resized(3)
+        assert slab.allocated == 4 * nbytes and slab.n_slots == 3
+        fresh = torch.zeros(2, nbytes, dtype=torch.uint8, device=device)  # takes the memory that is free
+        with pytest.raises(IndexError):
+            slab[3]
+        torch.accelerator.synchronize()
+        assert all(torch.equal(s.cpu(), store.want[KEYS[slot]]) for slot, s in enumerate(sums)) or not careful
+        assert {h.kind for h in sim.hazards()} == (set() if careful else {"missing record_stream"})
+        assert all(same(store, slab, slot, KEYS[slot]) for slot in range(3)) and not fresh.any()
+        slab.resize(7)
+        ex.resized(7)
+        assert all(same(store, slab, slot, KEYS[slot]) for slot in range(3))
+        ex.start(Load(*KEYS[9], 6))
+        ex.wait(6)
+        assert same(store, slab, 6, KEYS[9])
+        sim.hazards()
+
+
+def test_no_room_to_grow(sim, store):
+    "An allocation that is refused leaves the slab as it was, or larger."
+    sim.configure(capacity=sim.counters()["memory.allocated"] + 6 * store.slot_bytes)
+    slab = Slab(2, store.slot_bytes, torch.device("sim"), segment=2)
+    with pytest.raises(torch.OutOfMemoryError):
+        slab.resize(20)
+    assert slab.n_slots == 2 and slab.allocated <= 6 * store.slot_bytes
+    slab.resize(4)
+    assert slab.block(2, 2) is not None
+
+
+# the timeline
+
+
+def test_timeline_of_a_device(sim, store):
+    sim.configure(link=10e6)
+    with on_sim(store, 4, chunk_bytes=4000) as (_, ex):
+        warm(store, ex, KEYS[0])
+        ex.timeline = []
+        t = time.perf_counter()
+        ex.start(Load(*KEYS[1], 1), urgent=False)
+        ex.wait(1)
+        ex.start(Load(*KEYS[0], 0))
+        ex.wait(0)
+        chunks = -(-ex.nbytes[0] // 4000)
+        until(lambda: len(ex.timeline) >= 3)
+        torch.accelerator.synchronize()
+        until(lambda: sum(end - start for kind, *_, start, end in ex.timeline if kind == "copy") > 1.5 * ex.nbytes[0] / 10e6)
+        assert [x[:3] for x in ex.timeline if x[0] == "read"] == [("read", *KEYS[1])]
+        copies = [x for x in ex.timeline if x[0] == "copy"]
+        assert {x[1:3] for x in copies} == set(KEYS[:2]) and len(copies) <= chunks + 1
+        spans = sorted(x[3:] for x in ex.timeline)
+        assert all(t <= a < b for a, b in spans) and all(b <= c + 1e-3 for (_, b), (c, _) in itertools.pairwise(spans))
+
+
+# Ctrl-C
+
+
+class Interrupt:
+    "A trace function that raises KeyboardInterrupt before the n-th line of the mover that this thread executes."
+
+    def __init__(self, n):
+        self.left = n
+
+    def __call__(self, frame, event, arg):
+        return self.line if frame.f_code.co_filename == expertflow.mover.__file__ else None
+
+    def line(self, frame, event, arg):
+        # a real signal is seen after calls only: never between the end of a with block and its __exit__, nor before "try"
+        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
+        if event == "line" and not text.startswith(("with ", "try:")):
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self.line
+
+
+@both
+def interrupted_anywhere(store, device, **kw):
+    "Whatever a call was doing: cancel or wait put things in order, and nothing is held or written any more."
+    with moving(store, 4, device, chunk_bytes=2000, host=6, **kw) as (slab, ex):
+
+        def some(ex=ex):
+            for slot in range(4):
+                ex.start(Load(*KEYS[slot], slot), urgent=slot % 2 == 0)
+            ex.promote(1)
+            ex.cancel(3)
+            with ex.host_tensor(*KEYS[0]) as t:
+                assert t is None or len(t)
+            for slot in range(3):
+                ex.wait(slot)
+            ex.used(range(3))
+
+        n, ended, before = 0, False, sys.gettrace()
+        while not ended:
+            n += 1
+            slab.poison()
+            ex.used(range(4))
+            sys.settrace(Interrupt(n))
+            try:
+                some()
+                ended = True
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(before)
+            for slot in range(4):
+                if not ex.cancel(slot):
+                    ex.wait(slot)
+                    assert same(store, slab, slot, KEYS[slot])
+            for slot in range(4):
+                ex.start(Load(*KEYS[slot + 4], slot))
+            for slot in range(4):
+                ex.wait(slot)
+                assert same(store, slab, slot, KEYS[slot + 4]), n
+            assert not ex.tickets._open
+        assert n > 60
+        until(lambda: not any(w._jobs for w in ex.queues))
+        rests(ex)
+        if device.type != "cpu":
+            assert not ex.host._lent
