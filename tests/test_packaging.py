@@ -176,8 +176,8 @@ def wheel(tmp_path_factory) -> zipfile.ZipFile:
     if Version(importlib.metadata.version("setuptools")) < Version("77"): pytest.skip("setuptools is too old to build with")
     tmp = tmp_path_factory.mktemp("build")
     source = copy_of_source(tmp)
-    for name in ("deep/__init__.py", "extra.js", "recipes/example.bin"):
-        (source / "expertflow" / name).parent.mkdir(exist_ok=True)
+    for name in ("deep/__init__.py", "extra.js", "recipes/example.bin", "models/a/b.bin"):
+        (source / "expertflow" / name).parent.mkdir(parents=True, exist_ok=True)
         (source / "expertflow" / name).write_text("")
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(tmp), str(source)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -190,8 +190,8 @@ def test_wheel_contains_the_data(wheel):
     names = set(wheel.namelist())
     files = [p for p in (REPO / "expertflow").rglob("*") if p.is_file() and "__pycache__" not in p.parts]
     ours = {p.relative_to(REPO).as_posix() for p in files}
-    wanted = {n for n in ours if n.endswith((".py", "py.typed", ".js")) or "/recipes/" in n}
-    wanted |= {f"expertflow/{n}" for n in ("py.typed", "deep/__init__.py", "extra.js", "recipes/example.bin")}
+    wanted = {n for n in ours if n.endswith((".py", "py.typed", ".js")) or "/recipes/" in n or "/models/" in n}
+    wanted |= {f"expertflow/{n}" for n in ("py.typed", "deep/__init__.py", "extra.js", "recipes/example.bin", "models/a/b.bin")}
     assert wanted <= names
     assert not {n for n in names if n.startswith(("tests/", "nbs/"))}
     assert any(n.endswith("licenses/LICENSE") for n in names)
