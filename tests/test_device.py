@@ -54,21 +54,24 @@ def same(a, b):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", CORE)
 def test_equal_bits(sim, tmp_path, family, dtype):
-    "Both references, all budgets, two prompt lengths and batches, a host tier that has to go to disk; late by up to 0.2 ms."
+    "Two prompt lengths and batches, then decoding, with a host tier that has to go to disk; everything late by up to 0.2 ms."
     path = write_checkpoint(family, tmp_path, dtype=dtype)
+    runs = [("grouped_mm", "100%"), ("grouped_mm", "0.001%"), ("eager", "0.001%")]
+    if family in ("olmoe", "deepseek_v3", "gpt_oss"):
+        runs += [("grouped_mm", "50%"), ("grouped_mm", "25%"), ("eager", "100%"), ("eager", "50%"), ("eager", "25%")]
     for mode in ("grouped_mm", "eager"):
         ref = resident(path, mode)
         cases = [prompt(ref.config.vocab_size, n, b) for n, b in ((33, 1), (70, 3))]
         with torch.no_grad():
             expected = [ref(x).logits for x in cases]
-        tokens = decode(ref, cases[0], 12)
-        for i, budget in enumerate(("100%", "50%", "25%", "0.001%")):
+        tokens = decode(ref, cases[0], 8)
+        for i, budget in enumerate(b for m, b in runs if m == mode):
             sim.configure(delay=0.0002, seed=i)
             with offloaded(path, budget, "30%", experts_implementation=mode, preload=bool(i % 2)) as flow, torch.no_grad():
                 for x, want in zip(cases, expected, strict=True):
                     got = flow.model(x.to("sim")).logits.cpu()
                     assert torch.equal(got.nan_to_num(), want.nan_to_num()), (mode, budget, x.shape)
-                assert same(decode(flow.model, cases[0].to("sim"), 12), tokens), (mode, budget)
+                assert same(decode(flow.model, cases[0].to("sim"), 8), tokens), (mode, budget)
             assert not sim.hazards(), (mode, budget)
 
 

@@ -532,3 +532,12 @@ def test_rows_that_nobody_asks_for_may_be_on_their_way(sim, op, touched):
     assert sim.counters()["syncs"] == syncs and got.shape[-1] == 32
     assert kinds(sim) == ({"read before ready"} if touched else set())
     if touched: sim.reset()
+
+
+def test_convolutions_and_complex_numbers(sim):
+    x, w, b = torch.randn(2, 6, 9), torch.randn(6, 1, 4), torch.randn(6)
+    want = torch.nn.functional.conv1d(x, w, b, padding=3, groups=6)
+    assert torch.equal(torch.nn.functional.conv1d(x.to("sim"), w.to("sim"), b.to("sim"), padding=3, groups=6).cpu(), want)
+    pairs, turn = torch.randn(3, 4, 2), torch.polar(torch.ones(3, 4), torch.randn(3, 4))
+    want = torch.view_as_real(torch.view_as_complex(pairs) * turn)
+    assert torch.equal(torch.view_as_real(torch.view_as_complex(pairs.to("sim")) * turn.to("sim")).cpu(), want)

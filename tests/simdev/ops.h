@@ -4,12 +4,15 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/convolution.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/set_cpu_dispatch.h>
 #include <ATen/ops/set_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
@@ -68,6 +71,8 @@ at::Tensor& set_storage_part(at::Tensor& t, at::Storage s, int64_t offset, c10::
   return at::cpu::set_(t, s, offset, size, stride);
 }
 at::Tensor& set_storage(at::Tensor& t, at::Storage s) { return at::native::set_(t, s); }
+at::Tensor view_as_complex(const at::Tensor& t) { return at::native::view_as_complex(t); }
+at::Tensor view_as_real(const at::Tensor& t) { return at::native::view_as_real(t); }
 at::Tensor& set_tensor(at::Tensor& t, const at::Tensor& s) { return at::native::set_tensor_(t, s); }
 
 void Hooks::resizePrivateUse1Bytes(const c10::Storage& storage, size_t size) const {
@@ -395,6 +400,11 @@ struct Work {
       stack.push_back(map_tensors(args[i], [&](const at::Tensor& t) { auto& o = operands[i][j++]; return o ? o->on_cpu() : t; }));
     }
     if (name == "aten::histc") return integer_histc(std::move(stack));
+    if (name == "aten::convolution_overrideable") {  // what a device has to offer for aten::convolution, which on the CPU has other parts
+      auto a = [&](int i) { return stack[i].toIntVector(); };
+      auto bias = stack[2].isNone() ? std::optional<at::Tensor>() : stack[2].toOptional<at::Tensor>();
+      return {at::convolution(stack[0].toTensor(), stack[1].toTensor(), bias, a(3), a(4), a(5), stack[6].toBool(), a(7), stack[8].toInt())};
+    }
     op.callBoxed(&stack);
     return stack;
   }
@@ -499,6 +509,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("as_strided", as_strided);
   m.impl("view", view);
   m.impl("_reshape_alias", reshape_alias);
+  m.impl("view_as_complex", view_as_complex);
+  m.impl("view_as_real", view_as_real);
+  m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&fallback>());
   m.impl("resize_", resize);
   m.impl("set_.source_Storage", set_storage);
   m.impl("set_.source_Storage_storage_offset", set_storage_part);
