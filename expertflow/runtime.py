@@ -9,7 +9,7 @@ __all__ = ['Batches', 'Views', 'Prefetcher', 'BuildRuntime', 'Step', 'waves', 'p
            'Traffic', 'Tables', 'Loads', 'Guesses', 'Room', 'Steps', 'Runtime', 'ForwardOnly', 'compute',
            'expertflow_experts', 'strip', 'attach', 'lost', 'own_memory', 'offloaded']
 
-# %% ../nbs/10_runtime.ipynb #e8bc9567
+# %% ../nbs/10_runtime.ipynb #2e762e5d
 import ctypes
 import mmap
 import re
@@ -27,7 +27,7 @@ from torch.nn.functional import linear
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from .cache import ABSENT, ExpertCache, LayerStep, Load, admit, done, end, failed, loaded, reserve, resize, steal
+from .cache import ABSENT, ExpertCache, LayerStep, Load, admit, done, end, failed, loaded, reserve, resize, steal, unmoved, were_hits
 from .checkpoint import Checkpoint, ExpertStore, SlotLayout
 from .config import CheckpointError, ExpertFlowError
 from .mover import Executor, Slab, huge_pages
@@ -244,7 +244,7 @@ class Fetched:
             self.event.synchronize()
         return self.host.reshape(-1).tolist()
 
-# %% ../nbs/10_runtime.ipynb #92a25549
+# %% ../nbs/10_runtime.ipynb #ae8e9bee
 class Whole:
     "Layers that are entirely resident: where their experts are, on the device; and what is still to be noted about their use."
     on_device: bool
@@ -279,7 +279,7 @@ class Whole:
         while self._unnoted and (wait or self._unnoted[0][1].there()):
             layer, fetched = self._unnoted.pop(0)
             n = self.cache.num_experts[layer]
-            self.cache.were_hits(layer, [e for e in sorted(set(fetched.ids())) if e < n])
+            were_hits(self.cache, layer, [e for e in sorted(set(fetched.ids())) if e < n])
 
 # %% ../nbs/10_runtime.ipynb #35984713
 def all_resident(rt: "Runtime", layer: int, module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor | None:
@@ -314,7 +314,7 @@ def cheaper_on_host(rows: Sequence[int], cost: HostCost) -> list[int]:  # indice
     ends = [max(cost.row * sum(rows[i] for i in order[:n]), cost.move * (len(rows) - n)) for n in range(len(rows) + 1)]
     return sorted(order[: ends.index(min(ends))])
 
-# %% ../nbs/10_runtime.ipynb #cf92e040
+# %% ../nbs/10_runtime.ipynb #a270e022
 class ByHost:
     "The part of a layer-step that the host computes: none of it, as a rule."
 
@@ -335,7 +335,7 @@ class ByHost:
             chosen = cheaper_on_host([self.bounds[e][1] - self.bounds[e][0] for e in there], self.rt.host_cost)
             self.lent = {there[i]: self.lent[there[i]] for i in chosen}
         self.others = [e for e in self.bounds if e not in self.lent]
-        self.rt.cache.computed_by_host(self.layer, list(self.lent))
+        unmoved(self.rt.cache, self.layer, list(self.lent))
 
     def compute(self) -> None:
         for e, held in self.lent.items():
