@@ -9,7 +9,7 @@ __all__ = ['Batches', 'Views', 'Prefetcher', 'BuildRuntime', 'Step', 'waves', 'p
            'Traffic', 'Tables', 'Loads', 'Guesses', 'Room', 'Steps', 'Runtime', 'ForwardOnly', 'compute',
            'expertflow_experts', 'strip', 'attach', 'lost', 'own_memory', 'offloaded']
 
-# %% ../nbs/10_runtime.ipynb #2e762e5d
+# %% ../nbs/10_runtime.ipynb #cfdc1423
 import ctypes
 import mmap
 import re
@@ -27,7 +27,7 @@ from torch.nn.functional import linear
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from .cache import ABSENT, ExpertCache, LayerStep, Load, admit, done, end, failed, loaded, reserve, resize, steal, unmoved, were_hits
+from .cache import ABSENT, ExpertCache, LayerStep, Load, admit, done, end, failed, loaded, noted, reserve, resize, steal, unmoved
 from .checkpoint import Checkpoint, ExpertStore, SlotLayout
 from .config import CheckpointError, ExpertFlowError
 from .mover import Executor, Slab, huge_pages
@@ -244,7 +244,7 @@ class Fetched:
             self.event.synchronize()
         return self.host.reshape(-1).tolist()
 
-# %% ../nbs/10_runtime.ipynb #ae8e9bee
+# %% ../nbs/10_runtime.ipynb #76773c00
 class Whole:
     "Layers that are entirely resident: where their experts are, on the device; and what is still to be noted about their use."
     on_device: bool
@@ -279,7 +279,7 @@ class Whole:
         while self._unnoted and (wait or self._unnoted[0][1].there()):
             layer, fetched = self._unnoted.pop(0)
             n = self.cache.num_experts[layer]
-            were_hits(self.cache, layer, [e for e in sorted(set(fetched.ids())) if e < n])
+            noted(self.cache, layer, [e for e in sorted(set(fetched.ids())) if e < n])
 
 # %% ../nbs/10_runtime.ipynb #35984713
 def all_resident(rt: "Runtime", layer: int, module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor | None:
