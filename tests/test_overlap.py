@@ -18,12 +18,16 @@ def path(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("ratio", bench_overlap.RATIOS)
 def test_most_of_the_hideable_stall_is_hidden(sim, path, ratio):
-    "Half of what could be hidden at the least, on a busy machine; the script shows how much on a quiet one."
-    best, link = bench_overlap.rounds(path, some_tokens(8), compute=0.03, ratio=ratio, n=2)
-    row = bench_overlap.row(best, link, ratio)
-    assert row["equal"] and row["pageable_copies"] == 0
-    assert 0.3 < row["missing"] < 0.6
-    assert max(row["ahead_1"]["hidden"], row["ahead_2"]["hidden"]) > 0.5, row
+    "At least 60 %, in one of three attempts, since other programs disturb; the script shows how much it is on a quiet machine."
+    for _ in range(3):
+        best, link = bench_overlap.rounds(path, some_tokens(8), compute=0.03, ratio=ratio)
+        row = bench_overlap.row(best, link, ratio)
+        assert row["equal"] and row["pageable_copies"] == 0
+        assert 0.3 < row["missing"] < 0.6
+        if row["bound_ms"] < 0.6 * row["stall_on_demand_ms"] and max(row[f"ahead_{a}"]["hidden"] for a in (1, 2)) > 0.6:
+            break
+    else:
+        pytest.fail(f"too little is hidden: {row}")
     if ratio < 1:  # what a load takes is there between two layers
         assert row["ahead_1"]["in_time"] > 0.5 * (row["ahead_1"]["in_time"] + row["ahead_1"]["late"]), row
 
