@@ -235,10 +235,10 @@ class Bench:
 @contextmanager
 def allocated(device: torch.device) -> Iterator[Callable[[], int]]:
     "Gives a function: the most bytes that the device's allocator has given out since, beyond what it had."
+    gc.collect()  # models that went before: they consist of cycles
     if device.type == "cpu":
         yield lambda: 0
         return
-    gc.collect()
     settle(device)
     torch.accelerator.empty_cache()  # else what is kept for later counts as taken
     before = torch.accelerator.memory_allocated(device)
