@@ -53,7 +53,7 @@ def test_without_an_accelerator_it_says_so(capsys):
 
 def test_on_a_device(sim, path):
     "The link is as fast as the device was told; all resident, no host step; traffic is that of the misses."
-    sim.configure(link=(1e9, 5e8))
+    sim.configure(link=(2e8, 1e8))  # far below what this machine could do
     expert = measure_device(path, budgets=["100%"], **SHORT)["model"]["expert_bytes"]
     before = sim.counters()
     how = SHORT | {"sizes": [2**22], "settings": {"system_reserve": "1MB"}}
@@ -61,7 +61,7 @@ def test_on_a_device(sim, path):
     after = sim.counters()
     rates = {(x["direction"], x["memory"]): x["bytes_per_second"] for x in r["link"] if x["bytes"] == 2**22}
     assert len(rates) == 4
-    assert 0.5e9 < rates["host to device", "pinned"] <= 1.05e9 and 0.25e9 < rates["device to host", "pinned"] <= 0.53e9
+    assert 0.6e8 < rates["host to device", "pinned"] <= 2.1e8 and 0.3e8 < rates["device to host", "pinned"] <= 1.05e8
     whole, half, least = r["rows"]
     assert whole["hit_rate"] == 1 and whole["host_steps_per_token"] == 0 and whole["bytes_per_token"] == 0
     assert half["hit_rate"] > least["hit_rate"] and 0 < half["host_steps_per_token"] <= least["host_steps_per_token"] == 3
