@@ -37,6 +37,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                   'expertflow.cache.Books.__init__': ('cache.html#books.__init__', 'expertflow/cache.py'),
                                   'expertflow.cache.Books.drop': ('cache.html#books.drop', 'expertflow/cache.py'),
                                   'expertflow.cache.Books.needed': ('cache.html#books.needed', 'expertflow/cache.py'),
+                                  'expertflow.cache.Books.settled': ('cache.html#books.settled', 'expertflow/cache.py'),
                                   'expertflow.cache.Counters': ('cache.html#counters', 'expertflow/cache.py'),
                                   'expertflow.cache.Evictor': ('cache.html#evictor', 'expertflow/cache.py'),
                                   'expertflow.cache.Evictor.observe': ('cache.html#evictor.observe', 'expertflow/cache.py'),

@@ -94,7 +94,7 @@ class Slots:
         for slot in [slots] if isinstance(slots, int) else range(self.n_slots)[slots]:
             self[slot].fill_(0xFF)
 
-# %% ../nbs/09a_mover.ipynb #d8014899
+# %% ../nbs/09a_mover.ipynb #33c31285
 class Slab(Slots):
     "`n_slots` slots of `slot_bytes` bytes on one device."
 
@@ -124,20 +124,22 @@ class Slab(Slots):
         return (self.n_slots if self.device.type == "cpu" else len(self._rows)) * self.slot_bytes
 
     def resize(self, n: int) -> None:
-        "From now on there are slots 0 to n - 1. Nobody may use the others any more, and views of them keep their memory."
+        "From now on there are slots 0 to n - 1. Nobody may use the others any more; views of them keep their memory."
         if self.device.type == "cpu":
             _resize_map(self, n)
             return
         self.n_slots = min(n, self.n_slots)
-        while self._segments and len(self._rows) - len(self._segments[-1]) >= n:
-            gone = self._segments.pop()
-            del self._rows[-len(gone) :]
-            for stream in self.streams:
-                gone.record_stream(stream)
-        while (missing := n - len(self._rows)) > 0:
-            size = min(missing, self.segment or missing)
-            self._add(torch.empty(size, self.slot_bytes, dtype=torch.uint8, device=self.device))
-        self.n_slots = n
+        try:
+            while (missing := n - len(self._rows)) > 0:  # none, if it shrinks
+                size = min(missing, self.segment or missing)
+                self._add(torch.empty(size, self.slot_bytes, dtype=torch.uint8, device=self.device))
+            self.n_slots = n
+        finally:  # also if there is not enough memory to grow
+            while self._segments and len(self._rows) - len(self._segments[-1]) >= self.n_slots:
+                gone = self._segments.pop()
+                del self._rows[-len(gone) :]
+                for stream in self.streams:
+                    gone.record_stream(stream)
 
 # %% ../nbs/09a_mover.ipynb #fa6f476e
 def _resize_map(slab: Slab, n: int) -> None:
@@ -321,7 +323,7 @@ class Tickets:
         self._open.pop(slot, None)
         return True
 
-# %% ../nbs/09a_mover.ipynb #e5c9b5ff
+# %% ../nbs/09a_mover.ipynb #4033c08a
 class Executor(Protocol):
     "Moves experts into slots."
     moved: "Moved"
@@ -342,7 +344,7 @@ class Executor(Protocol):
         "Raises what reading raised, and LoadError after the time limit. Nothing happens if no load is under way."
 
     def host_tensor(self, layer: int, expert: int) -> AbstractContextManager[Tensor | None]:
-        "uint8 [slot_bytes], which stays as it is while the context lasts, or None. Do not wait for a load meanwhile."
+        "uint8 [slot_bytes], which stays as it is while the context lasts; None if it is not there, or too many are lent."
         ...
 
 # %% ../nbs/09a_mover.ipynb #e076b24d
@@ -382,7 +384,7 @@ class Link:
             while (left := self._free - time.perf_counter()) > 0:
                 time.sleep(left - 2e-4 if left > 2e-4 else 0)
 
-# %% ../nbs/09a_mover.ipynb #41ab0e19
+# %% ../nbs/09a_mover.ipynb #8a467046
 class Orders:
     "What executors have in common: what has been asked for, and what was done."
     queues: list[Workers]
@@ -397,7 +399,7 @@ class Orders:
 
     def promote(self, slot: int) -> None:
         move = self.tickets.get(slot)
-        if move is None or move.urgent:
+        if move is None or move.urgent or move.future.done():
             return
         move.urgent = True
         for workers in self.queues:
@@ -588,7 +590,7 @@ class HostSlots:
         slot = self._slots[key] = HostSlot(index, key, copied)
         return slot
 
-# %% ../nbs/09a_mover.ipynb #a8e14f20
+# %% ../nbs/09a_mover.ipynb #b109f9f2
 class HostTier(HostSlots):
     "Experts in host memory, pinned if possible."
 
@@ -603,7 +605,7 @@ class HostTier(HostSlots):
 
     def room(self) -> bool:
         "Whether a load that nobody waits for may begin to read."
-        return self._held < self.spare
+        return self._held + len(self._lent) < self.spare
 
     def have(self, layer: int, expert: int) -> HostSlot | None:
         "The expert's slot, held, if it is here."
