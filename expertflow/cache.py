@@ -43,7 +43,7 @@ class Evictor(Protocol):
         "Worth of keeping each of `ids`; the lowest goes first."
         ...
 
-# %% ../nbs/05_cache.ipynb #36d73abc
+# %% ../nbs/05_cache.ipynb #e56e567e
 ABSENT = -1
 
 class Residency:
@@ -61,6 +61,7 @@ class Residency:
         self.owner = np.full(n_slots, ABSENT, np.int64)  # flat id of the owner of each slot
         self.loading = np.zeros(n_slots, bool)
         self.pins = np.zeros(n_slots, np.int32)
+        self.expected = np.zeros(len(self.num_experts) * self.E, bool)  # by flat id: somebody predicts that it is needed soon
         self.free = list(range(n_slots))[::-1]  # a stack: the lowest slot is taken first
 
     @property
@@ -110,7 +111,7 @@ class Counters:
     wasted: int = 0  # were thrown out before anybody needed them
     on_host: int = 0  # misses that the host computed where they were, without a load
 
-# %% ../nbs/05_cache.ipynb #624e9afe
+# %% ../nbs/05_cache.ipynb #e8c39bd5
 class Books(Residency):
     "The tables, with what happened so far, and which residents were prefetched and not needed yet."
 
@@ -126,12 +127,16 @@ class Books(Residency):
         self.count.in_time += int(self.fresh[slots].sum() - late.sum())
         self.fresh[slots] = False
 
+    def settled(self, layer: int) -> None:
+        "The layer has its turn: what was expected of it has come true, or has not."
+        self.expected[layer * self.E : (layer + 1) * self.E] = False
+
     def drop(self, slot: int) -> int:
         self.count.wasted += int(self.fresh[slot])
         self.fresh[slot] = False
         return super().drop(slot)
 
-# %% ../nbs/05_cache.ipynb #d3e50783
+# %% ../nbs/05_cache.ipynb #27ed95b0
 class ExpertCache(Books):
     "Residency of `[layer, expert]` over shared slots, driven one layer-step at a time."
 
@@ -161,6 +166,7 @@ class ExpertCache(Books):
         self.pins[slots] += 1
         if self.count.prefetched:
             self.needed(slots)
+            self.settled(layer)
         self.evictor.observe(self.count.steps, np.array(hits + misses, np.int64) + layer * self.E)
         return LayerStep(layer, hits, sorted(misses), set(hits), len(misses))
 
@@ -173,11 +179,12 @@ class ExpertCache(Books):
         row = self.slot_of[layer]
         return [row[e] for e in experts]
 
-# %% ../nbs/05_cache.ipynb #4f30b74d
+# %% ../nbs/05_cache.ipynb #e46c47aa
 def noted(cache: ExpertCache, layer: int, experts: Sequence[int]) -> None:
     "A layer-step used these experts where they were, which becomes known only now."
     cache.count.steps += 1
     cache.count.hits += len(experts)
+    cache.settled(layer)
     cache.evictor.observe(cache.count.steps, np.array(experts, np.int64) + layer * cache.E)
 
 def unmoved(cache: ExpertCache, layer: int, experts: Sequence[int]) -> None:
@@ -186,18 +193,20 @@ def unmoved(cache: ExpertCache, layer: int, experts: Sequence[int]) -> None:
     cache.count.on_host += len(experts)
     cache.evictor.observe(cache.count.steps, np.array(experts, np.int64) + layer * cache.E)
 
-# %% ../nbs/05_cache.ipynb #124e566d
+# %% ../nbs/05_cache.ipynb #b2868d62
 def choose_victims(
     r: Residency,
     evictor: Evictor,
     now: int,  # layer-step number
     n: int,  # how many slots are wanted
 ) -> np.ndarray:  # up to `n` slots, the least valuable first
-    "Slots whose owners are worth the least, among those that nobody holds."
+    "Slots whose owners are worth the least, among those that nobody holds; expected ones go last."
     slots = np.flatnonzero((r.owner != ABSENT) & (r.pins == 0) & ~r.loading)
     if n <= 0 or not len(slots):
         return slots[:0]
     score = evictor.score(now, r.owner[slots])
+    if r.expected.any():
+        return slots[np.lexsort((score, r.expected[r.owner[slots]]))[:n]]
     return slots[np.argsort(score, kind="stable")[:n]]
 
 # %% ../nbs/05_cache.ipynb #eef59250
@@ -250,7 +259,7 @@ def end(cache: ExpertCache, step: LayerStep) -> list[int]:
     cache.count.evictions += len(gone)
     return gone
 
-# %% ../nbs/05_cache.ipynb #c27e9ca0
+# %% ../nbs/05_cache.ipynb #78490f3d
 def reserve(
     cache: ExpertCache,
     layer: int,
@@ -258,12 +267,14 @@ def reserve(
     evict: int = 0,  # how many owners of slots may go for it
 ) -> list[Load]:
     "Slots for experts that may be needed soon; as many as can be had. They are loading, not pinned."
-    wanted = [e for e in dict.fromkeys(experts) if cache.slot_of[layer][e] == ABSENT]
+    experts = list(dict.fromkeys(experts))
+    wanted = [e for e in experts if cache.slot_of[layer][e] == ABSENT]
+    cache.expected[[cache.flat(layer, e) for e in experts]] = True
     evict = min(evict, len(wanted) - len(cache.free))
     victims: list[int] = []
     if evict > 0:
         worst = choose_victims(cache, cache.evictor, cache.count.steps, cache.n_slots)
-        victims = worst[~cache.fresh[worst]][:evict].tolist()
+        victims = worst[~cache.fresh[worst] & ~cache.expected[cache.owner[worst]]][:evict].tolist()
     loads: list[Load] = []
     for e in wanted[: len(cache.free) + len(victims)]:
         gone = ABSENT

@@ -127,7 +127,7 @@ def expert_rows(module: Any, parts: Sequence[Tensor], experts: Sequence[Views]) 
     y = project(module, h.split([len(x) for x in parts]), experts, "down_proj")
     return module.post_expert_norm(y) if getattr(module, "has_post_expert_norm", False) else y
 
-# %% ../nbs/10_runtime.ipynb #45004125
+# %% ../nbs/10_runtime.ipynb #7fdd9a59
 def grouped_forward(rt: "Runtime", layer: int, module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     "Equal bits to transformers' `grouped_mm` experts, in whatever order the experts arrive."
     N, K = index.shape
@@ -140,6 +140,8 @@ def grouped_forward(rt: "Runtime", layer: int, module: Any, hidden: Tensor, inde
     elif N == 1 and len(set(ids := index[0].tolist())) == K:
         return one_row(rt, layer, module, hidden, ids, weights)
     keys, perm = torch.sort(index.reshape(-1))
+    if rt.on_device and not fetched.there():
+        rt.traffic.waits += 1
     bounds = _bounds(sorted(fetched.ids()) if rt.on_device else keys.tolist())
     x = hidden[torch.div(perm, K, rounding_mode="floor")]
     out: Tensor | None = None
@@ -281,7 +283,7 @@ class Whole:
             n = self.cache.num_experts[layer]
             noted(self.cache, layer, [e for e in sorted(set(fetched.ids())) if e < n])
 
-# %% ../nbs/10_runtime.ipynb #35984713
+# %% ../nbs/10_runtime.ipynb #26838841
 def all_resident(rt: "Runtime", layer: int, module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor | None:
     "The layer's output if all of its experts are in one segment, computed without waiting for the device; None otherwise."
     with rt.lock:
@@ -296,6 +298,7 @@ def all_resident(rt: "Runtime", layer: int, module: Any, hidden: Tensor, index: 
         rt.executor.begin()
         out = ALL_EXPERTS_FUNCTIONS["grouped_mm"](stand, hidden, where[index], weights)
         rt.executor.used(slots)
+        rt.look_ahead(layer, [])
         if rt.note_uses:
             rt._unnoted.append((layer, Fetched(index)))
             rt.note()
@@ -432,12 +435,13 @@ def repair(cache: ExpertCache, executor: Executor) -> None:
         layer, expert = divmod(int(cache.owner[slot]), cache.E)
         cache.slot_of[layer][expert] = slot
 
-# %% ../nbs/10_runtime.ipynb #89612afb
+# %% ../nbs/10_runtime.ipynb #42706655
 @dataclass
 class Traffic:
     "What moving experts has cost so far."
     bytes_loaded: int = 0  # bytes of experts brought into slots
-    stall: float = 0.0  # seconds the computation waited for an expert
+    stall: float = 0.0  # seconds the host waited for an expert
+    waits: int = 0  # for the router's choice, by the host, on an accelerator
 
 # %% ../nbs/10_runtime.ipynb #8965981b
 class Tables(Whole):
@@ -504,7 +508,7 @@ class Loads(Tables):
             else:
                 self.landed(load)
 
-# %% ../nbs/10_runtime.ipynb #0512f6c9
+# %% ../nbs/10_runtime.ipynb #0fa95d73
 Prefetcher = Callable[[int, Sequence[int]], Iterable[tuple[int, Sequence[int]]]]  # layer, its experts -> (layer, experts) to come
 
 class Guesses(Loads):
@@ -525,6 +529,12 @@ class Guesses(Loads):
         if self.prefetcher is not None:
             for at, some in self.prefetcher(layer, experts):
                 self.prefetch(at, some, evict=len(some))
+
+    def aside(self, layer: int, experts: Sequence[int], meanwhile: Callable[[], None]) -> None:
+        "What the host does while the device computes what is there, and the misses are on their way."
+        if self.on_device:
+            self.look_ahead(layer, experts)
+        meanwhile()
 
     def hurry(self, layer: int, hits: Sequence[int]) -> None:
         "Prefetches under way that are needed now."
@@ -571,7 +581,7 @@ class Room(Guesses):
                 self.slab.resize(n_slots)
                 self.executor.resized(n_slots)
 
-# %% ../nbs/10_runtime.ipynb #455594cd
+# %% ../nbs/10_runtime.ipynb #6fa13092
 class Steps(Room):
     "The part of the runtime that takes the experts of a layer-step through the slots."
 
@@ -585,8 +595,9 @@ class Steps(Room):
                     yield list(experts), slots
                     return
                 s = Step(self, layer, experts)
-                self.look_ahead(layer, experts)
-                yield from waves(s, meanwhile)
+                if not self.on_device:
+                    self.look_ahead(layer, experts)
+                yield from waves(s, lambda: self.aside(layer, experts, meanwhile))
                 end(self.cache, s.step)
             except BaseException:
                 repair(self.cache, self.executor)
@@ -676,11 +687,8 @@ def compute(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tens
     with torch.no_grad():
         return forward(rt, layer, module, hidden, index, weights)
 
-# %% ../nbs/10_runtime.ipynb #07bf529b
+# %% ../nbs/10_runtime.ipynb #9c7e69f9
 _MODULES: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
-_OPS = torch.library.Library("expertflow", "FRAGMENT")
-_OPS.define("experts(Tensor hidden, Tensor index, Tensor weights, int module) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
-
 def _op(hidden: Tensor, index: Tensor, weights: Tensor, module: int) -> Tensor:
     if module not in _MODULES:
         raise ExpertFlowError("the model that this compiled code belongs to is gone: compile the new one")
@@ -690,9 +698,16 @@ def _op(hidden: Tensor, index: Tensor, weights: Tensor, module: int) -> Tensor:
 def _no_gradient(ctx: Any, *grads: Tensor) -> Any:
     raise ExpertFlowError("no gradient through offloaded experts: they are for inference; train the resident model")
 
-_OPS.impl("experts", _op, "CompositeExplicitAutograd")
-torch.library.register_fake("expertflow::experts", lambda hidden, index, weights, module: torch.empty_like(hidden), lib=_OPS)
-torch.library.register_autograd("expertflow::experts", _no_gradient, lib=_OPS)
+def _register() -> Any:
+    lib = torch.library.Library("expertflow", "FRAGMENT")
+    lib.define("experts(Tensor hidden, Tensor index, Tensor weights, int module) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
+    lib.impl("experts", _op, "CompositeExplicitAutograd")
+    torch.library.register_fake("expertflow::experts", lambda hidden, index, weights, module: torch.empty_like(hidden), lib=lib)
+    torch.library.register_autograd("expertflow::experts", _no_gradient, lib=lib)
+    return lib
+
+if not hasattr(torch.ops.expertflow, "experts"):  # a notebook may run where the module has been imported
+    _LIBRARY = _register()
 
 def expertflow_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     "Experts implementation `expertflow`: hidden [N, H], index and weights [N, K] -> [N, H]."

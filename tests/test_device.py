@@ -128,8 +128,9 @@ def test_prefetching_changes_nothing(sim, olmoe, budget, right):
         flow.runtime.prefetcher = Guesser(flow.runtime, seen, right)
         assert same(decode(flow.model, ids.to("sim"), 200), want)
         count = flow.runtime.cache.count
-        assert before == 0 < count.prefetched
-        if budget == "40%":
+        assert before == 0
+        if budget == "40%":  # at 25 % all six slots are needed now or expected, if the guesses are right
+            assert count.prefetched > 0
             used = count.in_time + count.late
             assert used > 0.5 * count.prefetched if right else count.wasted > 0.5 * count.prefetched, count
 
