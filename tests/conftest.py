@@ -4,6 +4,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")       # before torch is imported: exactness needs a fixed number of threads
 os.environ.setdefault("MPLBACKEND", "agg")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")        # a test that needs a hub is a bug
+import signal
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ def pytest_configure(config: pytest.Config) -> None:
         import torch
     except ImportError: return
     torch.set_num_threads(1)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:       # of a shell's background job; some tests press Ctrl-C
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,6 +2,7 @@
 import ctypes
 import faulthandler
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -42,6 +43,7 @@ def in_fork(f, tmp_path):
     if not (pid := os.fork()):
         fd = os.open(out, os.O_CREAT | os.O_WRONLY)
         os.dup2(fd, 1), os.dup2(fd, 2)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         faulthandler.disable()      # pytest's would tell everybody
         code = 1
         try:

@@ -111,6 +111,7 @@ def load() -> Any:
     assert spec and spec.loader
     _core = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(_core)
+    torch.set_num_threads(torch.get_num_threads())  # here, not by several workers of a fork at once
     torch.utils.rename_privateuse1_backend(NAME)
     m: Any = types.ModuleType(f"torch.{NAME}")
     m.is_available, m.is_initialized, m._is_in_bad_fork = _core.running, _core.running, _core.forked

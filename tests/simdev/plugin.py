@@ -6,6 +6,7 @@ Fixtures of such a test are set up in its process, whatever their scope.
 """
 import os
 import pickle
+import resource
 import select
 import signal
 from collections.abc import Iterator
@@ -53,6 +54,7 @@ def forked(item: pytest.Item) -> list[pytest.TestReport]:
         try:
             os.close(read)
             signal.setitimer(signal.ITIMER_REAL, left)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))    # the device has many addresses, and all would be written
             reports = [hook.pytest_report_to_serializable(config=config, report=r) for r in runtestprotocol(item, log=False)]
             with open(write, "wb") as f: f.write(pickle.dumps(reports))
         finally: os._exit(0)
