@@ -6,11 +6,11 @@
 __all__ = ['ABSENT', 'LayerStep', 'Load', 'Evictor', 'Residency', 'check', 'Counters', 'Books', 'ExpertCache', 'noted', 'unmoved',
            'choose_victims', 'admit', 'loaded', 'failed', 'done', 'end', 'reserve', 'resize', 'steal']
 
-# %% ../nbs/05_cache.ipynb #968e392a
+# %% ../nbs/05_cache.ipynb #307fe270
 import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -136,7 +136,7 @@ class Books(Residency):
         self.fresh[slot] = False
         return super().drop(slot)
 
-# %% ../nbs/05_cache.ipynb #27ed95b0
+# %% ../nbs/05_cache.ipynb #d27e2a4c
 class ExpertCache(Books):
     "Residency of `[layer, expert]` over shared slots, driven one layer-step at a time."
 
@@ -166,7 +166,7 @@ class ExpertCache(Books):
         self.pins[slots] += 1
         if self.count.prefetched:
             self.needed(slots)
-            self.settled(layer)
+        self.settled(layer)
         self.evictor.observe(self.count.steps, np.array(hits + misses, np.int64) + layer * self.E)
         return LayerStep(layer, hits, sorted(misses), set(hits), len(misses))
 
@@ -176,14 +176,18 @@ class ExpertCache(Books):
             return None
         self.count.steps += 1
         self.count.hits += len(experts)
-        row = self.slot_of[layer]
-        return [row[e] for e in experts]
+        slots = [self.slot_of[layer][e] for e in experts]
+        if self.count.prefetched:
+            self.needed(slots)
+            self.settled(layer)
+        return slots
 
-# %% ../nbs/05_cache.ipynb #e46c47aa
+# %% ../nbs/05_cache.ipynb #b1160a24
 def noted(cache: ExpertCache, layer: int, experts: Sequence[int]) -> None:
     "A layer-step used these experts where they were, which becomes known only now."
     cache.count.steps += 1
     cache.count.hits += len(experts)
+    cache.needed([s for e in experts if (s := cache.slot_of[layer][e]) != ABSENT])
     cache.settled(layer)
     cache.evictor.observe(cache.count.steps, np.array(experts, np.int64) + layer * cache.E)
 
@@ -259,7 +263,7 @@ def end(cache: ExpertCache, step: LayerStep) -> list[int]:
     cache.count.evictions += len(gone)
     return gone
 
-# %% ../nbs/05_cache.ipynb #78490f3d
+# %% ../nbs/05_cache.ipynb #47a07469
 def reserve(
     cache: ExpertCache,
     layer: int,
@@ -267,7 +271,7 @@ def reserve(
     evict: int = 0,  # how many owners of slots may go for it
 ) -> list[Load]:
     "Slots for experts that may be needed soon; as many as can be had. They are loading, not pinned."
-    experts = list(dict.fromkeys(experts))
+    experts = [e for e in dict.fromkeys(map(int, experts)) if 0 <= e < cache.num_experts[layer]]
     wanted = [e for e in experts if cache.slot_of[layer][e] == ABSENT]
     cache.expected[[cache.flat(layer, e) for e in experts]] = True
     evict = min(evict, len(wanted) - len(cache.free))
@@ -289,7 +293,7 @@ def reserve(
         loads.append(Load(layer, e, slot, gone))
     return loads
 
-# %% ../nbs/05_cache.ipynb #75181401
+# %% ../nbs/05_cache.ipynb #517c991f
 def resize(cache: ExpertCache, n_slots: int) -> list[int]:
     "Changes the number of slots between layer-steps. Returns the flat ids of those evicted for it."
     old = cache.n_slots
@@ -297,11 +301,13 @@ def resize(cache: ExpertCache, n_slots: int) -> list[int]:
         raise RuntimeError(f"from {old} to {n_slots} slots: some that would go are in use")
     gone = [cache.drop(s) for s in range(n_slots, old) if cache.owner[s] != ABSENT]
     cache.count.evictions += len(gone)
+    new: dict[str, Any] = {}
     for name, empty in (("owner", ABSENT), ("loading", False), ("pins", 0), ("fresh", False)):
         array = getattr(cache, name)
-        setattr(cache, name, np.concatenate([array[:n_slots], np.full(max(0, n_slots - old), empty, array.dtype)]))
-    cache.free = list(range(old, n_slots))[::-1] + [s for s in cache.free if s < n_slots]
-    cache.keep_free = 0 if n_slots >= cache.total else n_slots - int(cache.threshold * n_slots)
+        new[name] = np.concatenate([array[:n_slots], np.full(max(0, n_slots - old), empty, array.dtype)])
+    new["free"] = (new["owner"] == ABSENT).nonzero()[0].tolist()[::-1]
+    new["keep_free"] = 0 if n_slots >= cache.total else n_slots - int(cache.threshold * n_slots)
+    vars(cache).update(new)  # in one step: Ctrl-C can strike between any two
     return gone
 
 # %% ../nbs/05_cache.ipynb #94c49a2d

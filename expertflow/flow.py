@@ -559,11 +559,13 @@ def build_runtime(store: ExpertStore, flow: ExpertFlow) -> Runtime:
     rt.host_compute = cfg.host_compute
     return rt
 
-# %% ../nbs/10a_flow.ipynb #b0c5e31c
+# %% ../nbs/10a_flow.ipynb #78b89a6b
 def rebudget(flow: ExpertFlow, budget: Any) -> Plan:
     "Replans for `budget` and changes the number of slots; returns the new plan."
     cfg = Config.make(flow.config, gpu_memory_budget=budget)
-    room = Room(look_around(flow.device, cfg.reserve, flow.inventory.dtype).available, flow.room.system)
+    room = flow.room  # on an accelerator, what was free before the model came; on the CPU the process counts as free
+    if flow.device.type == "cpu":
+        room = Room(look_around(flow.device, cfg.reserve, flow.inventory.dtype).available, room.system)
     books, requests, rt = flow.ledger, flow.requests, flow.runtime
     with requests.lock:
         plan = plan_for(flow.inventory, cfg, room, flow.plan.staging)

@@ -94,7 +94,7 @@ class Slots:
         for slot in [slots] if isinstance(slots, int) else range(self.n_slots)[slots]:
             self[slot].fill_(0xFF)
 
-# %% ../nbs/09a_mover.ipynb #33c31285
+# %% ../nbs/09a_mover.ipynb #69c07a72
 class Slab(Slots):
     "`n_slots` slots of `slot_bytes` bytes on one device."
 
@@ -136,10 +136,10 @@ class Slab(Slots):
             self.n_slots = n
         finally:  # also if there is not enough memory to grow
             while self._segments and len(self._rows) - len(self._segments[-1]) >= self.n_slots:
-                gone = self._segments.pop()
-                del self._rows[-len(gone) :]
+                gone = self._segments[-1]
                 for stream in self.streams:
                     gone.record_stream(stream)
+                self._segments, self._rows = self._segments[:-1], self._rows[: -len(gone)]
 
 # %% ../nbs/09a_mover.ipynb #fa6f476e
 def _resize_map(slab: Slab, n: int) -> None:
@@ -652,7 +652,7 @@ def lend(host: HostTier, layer: int, expert: int) -> Lent | None:
         host._lent.add(lent)
     return lent
 
-# %% ../nbs/09a_mover.ipynb #744971e3
+# %% ../nbs/09a_mover.ipynb #d1f62859
 class Ordered:
     "A stream for copies, and events that order them against what is computed."
 
@@ -669,8 +669,8 @@ class Ordered:
         device = self.slab.device
         self.stream.wait_stream(torch.accelerator.current_stream(device))  # new memory may have had another use before
         self._ready = self._ready[:n] + [torch.Event(device) for _ in range(n - len(self._ready))]
-        for slot in [s for s in self._used if s >= n]:
-            del self._used[slot]
+        for slot in [s for s in list(self._used) if s >= n]:  # copiers take events out at the same time
+            self._used.pop(slot, None)
 
     def begin(self) -> None:
         now = torch.accelerator.current_stream(self.slab.device)
@@ -817,7 +817,7 @@ class Tiers(Copying):
         move.held = slot
         self.copiers.put(move, self._copy)
 
-# %% ../nbs/09a_mover.ipynb #370b91db
+# %% ../nbs/09a_mover.ipynb #71920cbb
 class AcceleratorExecutor(Tiers):
     "Disk, pinned host memory, device. Threads read, two more queue copies."
 
@@ -854,7 +854,11 @@ class AcceleratorExecutor(Tiers):
     def host_tensor(self, layer: int, expert: int) -> Iterator[Tensor | None]:
         "The expert's bytes in host memory (uint8 [slot_bytes]), which stay while the context lasts; None if they are not there."
         lent = lend(self.host, layer, expert)
-        yield None if lent is None else lent.tensor
+        try:
+            yield None if lent is None else lent.tensor
+        finally:
+            del lent
+            self.readers.ring()  # a prefetch may have waited for the room
 
     def close(self) -> None:
         for workers in [*self.queues, *([self.clock.workers] if self.clock else [])]:

@@ -9,15 +9,16 @@ __all__ = ['Batches', 'Views', 'Prefetcher', 'BuildRuntime', 'Step', 'waves', 'p
            'Traffic', 'Tables', 'Loads', 'Guesses', 'Room', 'Steps', 'Runtime', 'ForwardOnly', 'compute',
            'expertflow_experts', 'strip', 'attach', 'lost', 'own_memory', 'offloaded']
 
-# %% ../nbs/10_runtime.ipynb #cfdc1423
+# %% ../nbs/10_runtime.ipynb #94816234
 import ctypes
+import itertools
 import mmap
 import re
 import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -246,7 +247,7 @@ class Fetched:
             self.event.synchronize()
         return self.host.reshape(-1).tolist()
 
-# %% ../nbs/10_runtime.ipynb #76773c00
+# %% ../nbs/10_runtime.ipynb #bcaffde2
 class Whole:
     "Layers that are entirely resident: where their experts are, on the device; and what is still to be noted about their use."
     on_device: bool
@@ -259,9 +260,12 @@ class Whole:
         self._tables: dict[int, tuple[list[int], Tensor]] = {}  # layer -> slots; on the device, counted from the segment's first
         self._unnoted: list[tuple[int, Fetched]] = []
 
-    def forget(self) -> None:
+    def forget(self: Any) -> None:
         "The segments of the slab have changed."
         self.stands.clear()
+        for _, where in self._tables.values():
+            for stream in self.slab.streams:
+                where.record_stream(stream)
         self._tables.clear()
 
     def table(self: Any, layer: int) -> tuple[list[int], Tensor] | None:
@@ -278,10 +282,11 @@ class Whole:
 
     def note(self: Any, wait: bool = False) -> None:
         "Counts the uses that have become known, and tells the policy."
-        while self._unnoted and (wait or self._unnoted[0][1].there()):
-            layer, fetched = self._unnoted.pop(0)
-            n = self.cache.num_experts[layer]
-            noted(self.cache, layer, [e for e in sorted(set(fetched.ids())) if e < n])
+        with self.lock:
+            while self._unnoted and (wait or self._unnoted[0][1].there()):
+                layer, fetched = self._unnoted.pop(0)
+                n = self.cache.num_experts[layer]
+                noted(self.cache, layer, [e for e in sorted(set(fetched.ids())) if e < n])
 
 # %% ../nbs/10_runtime.ipynb #26838841
 def all_resident(rt: "Runtime", layer: int, module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor | None:
@@ -417,9 +422,11 @@ def eager_forward(rt: "Runtime", layer: int, module: Any, hidden: Tensor, index:
     with rt.ordered(layer, [e for e in torch.unique(index).tolist() if e < rt.store.num_experts[layer]]):
         return forward(module, hidden, index, weights)
 
-# %% ../nbs/10_runtime.ipynb #33bd6576
+# %% ../nbs/10_runtime.ipynb #228c2c32
 def repair(cache: ExpertCache, executor: Executor) -> None:
     "Makes the tables consistent after a layer-step that broke off: nothing is pinned, only reads under way are loading."
+    with suppress(Exception):  # what was queued before it broke off may still read any of the slots
+        executor.used(range(cache.n_slots))
     for slot in range(cache.n_slots):
         if not cache.loading[slot]:
             executor.cancel(slot)
@@ -508,7 +515,7 @@ class Loads(Tables):
             else:
                 self.landed(load)
 
-# %% ../nbs/10_runtime.ipynb #0fa95d73
+# %% ../nbs/10_runtime.ipynb #501a1582
 Prefetcher = Callable[[int, Sequence[int]], Iterable[tuple[int, Sequence[int]]]]  # layer, its experts -> (layer, experts) to come
 
 class Guesses(Loads):
@@ -520,9 +527,13 @@ class Guesses(Loads):
         with self.lock:
             if self.closed or not 0 <= layer < len(self.cache.num_experts):
                 return 0
-            loads = reserve(self.cache, layer, experts, evict)
-            for x in loads:
-                self.start(x, urgent=False)
+            try:
+                loads = reserve(self.cache, layer, experts, evict)
+                for x in loads:
+                    self.start(x, urgent=False)
+            except BaseException:  # Ctrl-C, say: no slot may be loading that nobody loads into
+                repair(self.cache, self.executor)
+                raise
             return len(loads)
 
     def look_ahead(self, layer: int, experts: Sequence[int]) -> None:
@@ -552,7 +563,7 @@ class Guesses(Loads):
                 taken += 1
         return taken
 
-# %% ../nbs/10_runtime.ipynb #1b7f78d4
+# %% ../nbs/10_runtime.ipynb #19dba283
 class Room(Guesses):
     "The part of the runtime that grows and shrinks."
 
@@ -561,7 +572,10 @@ class Room(Guesses):
         with self.lock:
             if self.closed:
                 raise ExpertFlowError("this model has been closed; load it again to use it")
-            if n_slots > self.cache.n_slots:  # may be out of memory: before anything relies on it
+            if self.cache.pins.any():
+                raise ExpertFlowError("the budget cannot change inside a layer-step: do it between two, or in another thread")
+            self.executor.begin()
+            if n_slots > self.slab.n_slots:  # may be out of memory: before anything relies on it
                 self.slab.resize(n_slots)
                 self.executor.resized(n_slots)
                 if self.poison:
@@ -571,17 +585,16 @@ class Room(Guesses):
             self.withdraw(self.cache.n_slots)
             if self.cache.loading[n_slots:].any():
                 self.reap(wait=True)
-            shrinks = n_slots < self.cache.n_slots
+            self.forget()  # where a segment ends may change
             resize(self.cache, n_slots)
-            self.forget()  # where a segment ends may have changed
-            if shrinks:
+            if n_slots < self.slab.n_slots:
                 for views in self._views:
                     for slot in [s for s in views if s >= n_slots]:
                         del views[slot]
                 self.slab.resize(n_slots)
                 self.executor.resized(n_slots)
 
-# %% ../nbs/10_runtime.ipynb #6fa13092
+# %% ../nbs/10_runtime.ipynb #7d063711
 class Steps(Room):
     "The part of the runtime that takes the experts of a layer-step through the slots."
 
@@ -592,6 +605,7 @@ class Steps(Room):
                 self.executor.begin()
                 slots = None if self.closed else self.cache.hit_all(layer, experts)
                 if slots is not None:  # nothing to load, nothing to evict
+                    meanwhile()
                     yield list(experts), slots
                     return
                 s = Step(self, layer, experts)
@@ -687,7 +701,8 @@ def compute(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tens
     with torch.no_grad():
         return forward(rt, layer, module, hidden, index, weights)
 
-# %% ../nbs/10_runtime.ipynb #9c7e69f9
+# %% ../nbs/10_runtime.ipynb #9ba98f09
+_NUMBERS = itertools.count()
 _MODULES: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 def _op(hidden: Tensor, index: Tensor, weights: Tensor, module: int) -> Tensor:
     if module not in _MODULES:
@@ -719,7 +734,7 @@ def expertflow_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, to
 for table in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS):
     type(table).register("expertflow", expertflow_experts)
 
-# %% ../nbs/10_runtime.ipynb #9413d388
+# %% ../nbs/10_runtime.ipynb #6a4fd219
 BuildRuntime = Callable[[ExpertStore], Runtime]
 
 def strip(model: nn.Module, store: ExpertStore) -> None:
@@ -735,8 +750,8 @@ def attach(model: nn.Module, rt: Runtime) -> None:
     for layer, name in enumerate(rt.store.layers):
         module: Any = model.get_submodule(name)
         module._expertflow = (rt, layer)
-        module._expertflow_number = id(module)
-        _MODULES[id(module)] = module
+        module._expertflow_number = next(_NUMBERS)
+        _MODULES[module._expertflow_number] = module
         for k, f in rt.layouts[layer].fields.items():
             shape = (rt.store.num_experts[layer], *f.shape)
             object.__setattr__(module, k, ExpertParam(rt, layer, k, shape, f.dtype))

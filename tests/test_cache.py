@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertflow.cache import ABSENT, ExpertCache, Load, admit, check, done, end, failed, loaded, steal
+from expertflow.cache import ABSENT, ExpertCache, Load, admit, check, done, end, failed, loaded, noted, reserve, resize, steal
 from expertflow.evictor import POLICIES, make_evictor
 
 schedule = st.fixed_dictionaries({
@@ -144,3 +144,35 @@ def test_a_step_that_needs_no_expert(policy):
     step = cache.begin(0, [])
     assert admit(cache, step) == [] and end(cache, step) == [] and not step.pinned
     check(cache)
+
+
+def test_guesses_that_make_no_sense():
+    "Experts that do not exist are not loaded, and what was expected in vain does not stay protected."
+    cache = ExpertCache([4, 4], 3, make_evictor("lru", [[1] * 4] * 2))
+    assert [x.expert for x in reserve(cache, 1, [-1, 99, 2, 2])] == [2]
+    check(cache)
+    full = ExpertCache([4, 4], 2, make_evictor("lru", [[1] * 4] * 2))
+    run(full, [(0, [0, 1])])
+    assert reserve(full, 0, range(4)) == [] and full.expected[:4].all()
+    run(full, [(0, [0])])
+    assert not full.expected.any()
+
+
+def test_prefetches_settle_wherever_they_are_used():
+    cache = ExpertCache([2], 2, make_evictor("lru", [[1] * 2]))
+    for x in reserve(cache, 0, [0, 1]):
+        loaded(cache, x)
+    assert cache.hit_all(0, [0]) == [cache.slot_of[0][0]] and cache.count.in_time == 1
+    noted(cache, 0, [1])
+    assert cache.count.in_time == 2 and not cache.fresh.any()
+
+
+@given(schedule, st.integers(0, 40))
+@settings(max_examples=60, deadline=None)
+def test_resize_keeps_the_tables_straight(c, n):
+    rng, cache = np.random.default_rng(c["seed"]), make(c)
+    for _ in range(10):
+        for x in reserve(cache, int(rng.integers(c["layers"])), rng.permutation(c["experts"]).tolist(), int(rng.integers(4))):
+            loaded(cache, x)
+        resize(cache, max(1, int(rng.integers(n + 1))))
+        check(cache)

@@ -210,3 +210,15 @@ def test_the_host_computes_misses(sim, olmoe, how):
             assert (count.on_host > 0) == (setting != "never")
             assert count.on_host <= count.misses and ("the host computed" in str(flow.report())) == (setting != "never")
     assert loads[how] < loads["never"]
+
+
+def test_a_budget_on_a_device_that_is_just_large_enough(sim, olmoe):
+    "What the model holds itself does not count as taken by others: the same budget, a smaller one, and back."
+    path, ref, ids = olmoe
+    with offloaded(path, "50%") as flow:
+        nominal = flow.plan.nominal
+    sim.configure(capacity=nominal + (1 << 20))
+    with offloaded(path, f"{nominal}B") as flow:
+        for budget in (f"{nominal}B", "25%", f"{nominal}B"):
+            flow.set_budget(budget)
+        assert flow.plan.nominal == nominal and same(decode(flow.model, ids.to("sim"), 4), decode(ref, ids, 4))
