@@ -247,10 +247,13 @@ class Fetched:
             self.event.synchronize()
         return self.host.reshape(-1).tolist()
 
-# %% ../nbs/10_runtime.ipynb #bcaffde2
+# %% ../nbs/10_runtime.ipynb #7e5549f8
 class Whole:
     "Layers that are entirely resident: where their experts are, on the device; and what is still to be noted about their use."
+    cache: ExpertCache
+    slab: Slab
     on_device: bool
+    lock: threading.RLock
     note_uses = True
     host_compute = "never"  # never | auto | always: misses in the host tier
     host_cost: "HostCost | None" = None
@@ -260,7 +263,7 @@ class Whole:
         self._tables: dict[int, tuple[list[int], Tensor]] = {}  # layer -> slots; on the device, counted from the segment's first
         self._unnoted: list[tuple[int, Fetched]] = []
 
-    def forget(self: Any) -> None:
+    def forget(self) -> None:
         "The segments of the slab have changed."
         self.stands.clear()
         for _, where in self._tables.values():
@@ -268,7 +271,7 @@ class Whole:
                 where.record_stream(stream)
         self._tables.clear()
 
-    def table(self: Any, layer: int) -> tuple[list[int], Tensor] | None:
+    def table(self, layer: int) -> tuple[list[int], Tensor] | None:
         "Slots of all experts of a layer, and the table on the device; None if one is missing, loading, or in another segment."
         row = self.cache.slot_of[layer]
         if layer in self._tables and self._tables[layer][0] == row and not self.cache.loading[row].any():
@@ -280,7 +283,7 @@ class Whole:
         self._tables[layer] = list(row), host.to(self.slab.device, non_blocking=True)
         return self._tables[layer]
 
-    def note(self: Any, wait: bool = False) -> None:
+    def note(self, wait: bool = False) -> None:
         "Counts the uses that have become known, and tells the policy."
         with self.lock:
             while self._unnoted and (wait or self._unnoted[0][1].there()):
@@ -450,17 +453,14 @@ class Traffic:
     stall: float = 0.0  # seconds the host waited for an expert
     waits: int = 0  # for the router's choice, by the host, on an accelerator
 
-# %% ../nbs/10_runtime.ipynb #8965981b
+# %% ../nbs/10_runtime.ipynb #b0cd81a8
 class Tables(Whole):
     "What the parts of the runtime share."
     store: ExpertStore
-    cache: ExpertCache
-    slab: Slab
     executor: Executor
     poison = False  # fill slots with NaN before each load (for tests)
     layouts: list[SlotLayout]  # of each MoE layer
     _views: list[dict[int, Views]]
-    lock: threading.RLock
     traffic: Traffic
     in_progress: "InOrder | None" = None
     closed = False

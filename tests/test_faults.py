@@ -7,7 +7,6 @@ import gc
 import inspect
 import io
 import json
-import linecache
 import os
 import pickle
 import re
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from faulty import Disk, Interrupt, open_files
 from safetensors.torch import load_file, save_file
 from transformers import (
     AsyncTextIteratorStreamer,
@@ -50,21 +50,12 @@ from expertflow.testing import write_checkpoint, write_tokenizer
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 MODES = ("grouped_mm", "eager")
+BOOKS = (expertflow.runtime, expertflow.mover, expertflow.cache)
 X = torch.randint(3, 320, (1, 40), generator=torch.Generator().manual_seed(0))
 
 
 def ours():
     return sorted(t.name for t in threading.enumerate() if t.name.startswith("expertflow"))
-
-
-def open_files(path):
-    found = []
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            found.append(os.readlink(f"/proc/self/fd/{fd}"))
-        except OSError:
-            continue
-    return [f for f in found if f.startswith(str(path))]
 
 
 @pytest.fixture(scope="module")
@@ -139,42 +130,6 @@ def one_line(e):
     text = str(e.value)
     assert text and "\n" not in text and len(text) < 600, text
     return text
-
-
-class Disk:
-    "`os.preadv` with faults; knows which expert is being read."
-
-    def __init__(self, flow, monkeypatch):
-        self.real, self.mine, self.rule = os.preadv, threading.local(), None
-        self.log = []
-        if flow is not None:
-            self.watch(flow.runtime.store)
-        monkeypatch.setattr(os, "preadv", self)
-
-    def watch(self, store):
-        read = store.read_into
-
-        def read_into(layer, expert, buf):
-            self.mine.at = (layer, expert)
-            self.log.append(self.mine.at)
-            return read(layer, expert, buf)
-
-        store.read_into = read_into
-
-    def __call__(self, fd, buffers, offset):
-        if self.rule is not None:
-            self.rule(getattr(self.mine, "at", None))
-        return self.real(fd, buffers, offset)
-
-    def break_at(self, *experts, code=errno.EIO, times=10**9):
-        left = [times]
-
-        def rule(at):
-            if at in experts and left[0] > 0:
-                left[0] -= 1
-                raise OSError(code, os.strerror(code))
-
-        self.rule = rule
 
 
 # ---- reads that fail ----
@@ -537,40 +492,19 @@ def test_interrupted_while_streaming(path, want, monkeypatch):
         works(flow, want)
 
 
-class Interrupt:
-    "A trace function that raises KeyboardInterrupt before the n-th line executed in our bookkeeping."
-
-    files = (expertflow.runtime.__file__, expertflow.mover.__file__, expertflow.cache.__file__)
-
-    def __init__(self, n):
-        self.left = n
-
-    def __call__(self, frame, event, arg):
-        return self.line if frame.f_code.co_filename in self.files else None
-
-    def line(self, frame, event, arg):
-        # a real signal is seen after calls only: never between the end of a with block and its __exit__, nor before "try"
-        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
-        if event == "line" and not text.startswith(("with ", "try:")):
-            self.left -= 1
-            if self.left == 0:
-                raise KeyboardInterrupt
-        return self.line
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_interrupted_anywhere(mode, path, want):
     "Before any line of the runtime and of the cache; the next request has the right bits, and nothing has leaked."
     with load(path, mode, "12%") as flow, torch.no_grad():
         flow.model(X)
-        count, before = Interrupt(10**9), sys.gettrace()
+        count, before = Interrupt(10**9, *BOOKS), sys.gettrace()
         sys.settrace(count)
         flow.model(X)
         sys.settrace(before)
         lines = 10**9 - count.left
         assert lines > 500
         for n in [*range(1, 150), *range(150, lines, max(1, lines // 150))]:
-            sys.settrace(Interrupt(n))
+            sys.settrace(Interrupt(n, *BOOKS))
             try:
                 flow.model(X)
                 where = None

@@ -1,7 +1,6 @@
 "The mover does what it is told, in any order and with a disk that fails: contents, priorities, hazards, memory."
 
 import itertools
-import linecache
 import random
 import sys
 import threading
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from faulty import Interrupt
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import LoadStateDictConfig
@@ -753,25 +753,6 @@ def test_timeline_of_a_device(sim, store):
 # Ctrl-C
 
 
-class Interrupt:
-    "A trace function that raises KeyboardInterrupt before the n-th line of the mover that this thread executes."
-
-    def __init__(self, n):
-        self.left = n
-
-    def __call__(self, frame, event, arg):
-        return self.line if frame.f_code.co_filename == expertflow.mover.__file__ else None
-
-    def line(self, frame, event, arg):
-        # a real signal is seen after calls only: never between the end of a with block and its __exit__, nor before "try"
-        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
-        if event == "line" and not text.startswith(("with ", "try:")):
-            self.left -= 1
-            if self.left == 0:
-                raise KeyboardInterrupt
-        return self.line
-
-
 @both
 def interrupted_anywhere(store, device, **kw):
     "Whatever a call was doing: cancel or wait put things in order, and nothing is held or written any more."
@@ -793,7 +774,7 @@ def interrupted_anywhere(store, device, **kw):
             n += 1
             slab.poison()
             ex.used(range(4))
-            sys.settrace(Interrupt(n))
+            sys.settrace(Interrupt(n, expertflow.mover))
             try:
                 some()
                 ended = True

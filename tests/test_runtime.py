@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from faulty import open_files
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -61,17 +62,6 @@ def logits(model, x):
 
 def readers():
     return [t for t in threading.enumerate() if t.name.startswith("expertflow")]
-
-
-def open_files(path):
-    "Descriptors of this process that are open on files below `path`."
-    found = []
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            found.append(os.readlink(f"/proc/self/fd/{fd}"))
-        except OSError:
-            continue
-    return [f for f in found if f.startswith(str(path))]
 
 
 @pytest.fixture(scope="module")
