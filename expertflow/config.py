@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['WEIGHTS', 'POLICIES', 'IMPLEMENTATIONS', 'DTYPES', 'HOST_COMPUTE', 'Source', 'ExpertFlowError', 'ConfigError',
-           'BudgetError', 'CheckpointError', 'UnsupportedModelError', 'LoadError', 'parse_bytes', 'fmt_bytes', 'Share',
-           'parse_budget', 'Config', 'load_config', 'make_config']
+           'BudgetError', 'CheckpointError', 'UnsupportedModelError', 'LoadError', 'TraceError', 'parse_bytes',
+           'fmt_bytes', 'Share', 'parse_budget', 'Config', 'load_config', 'make_config']
 
 # %% ../nbs/00_config.ipynb #dbdcf2af
 import difflib
@@ -20,7 +20,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-# %% ../nbs/00_config.ipynb #88d75755
+# %% ../nbs/00_config.ipynb #46a840ea
 class ExpertFlowError(Exception):
     "Everything that ExpertFlow raises on purpose."
 
@@ -43,6 +43,10 @@ class UnsupportedModelError(ExpertFlowError):
 
 class LoadError(ExpertFlowError, RuntimeError):
     "Reading an expert failed while the model was running: look at the disk."
+
+
+class TraceError(ExpertFlowError, ValueError):
+    "A recording of routing is damaged, malformed or of another kind: record or import it again."
 
 # %% ../nbs/00_config.ipynb #9434ae89
 _UNITS = {"b": 1} | {f"{p}{tail}": 1000**i for i, p in enumerate("kmgt", 1) for tail in ("", "b")} \
