@@ -439,7 +439,7 @@ def _config_of(model: Any, config: Source, settings: dict[str, Any]) -> Config:
     cfg = Config.make(config, **settings)
     return cfg if cfg.model_path else Config.make(cfg, model_path=next(iter(NAMES)))
 
-# %% ../nbs/10a_flow.ipynb #a4f116ef
+# %% ../nbs/10a_flow.ipynb #83b84774
 _OURS = {"dtype": "dtype", "torch_dtype": "dtype", "device_map": "device"}
 _OURS |= {"experts_implementation": "experts_implementation"}
 
@@ -450,7 +450,8 @@ def load(cfg: Config, model_kwargs: dict[str, Any]) -> ExpertFlow:
     path = find_checkpoint(cfg.model_path or "")
     ckpt = Checkpoint.open(path)
     device = pick_device(cfg.device)
-    inv = inventory(path, None if cfg.dtype == "auto" else cfg.dtype, device=device.type)
+    attention = model_kwargs.get("attn_implementation")
+    inv = inventory(path, None if cfg.dtype == "auto" else cfg.dtype, device=device.type, attention=attention)
     if device.type == "cpu":
         give_back_freed()  # else the process is larger than what it uses, and the budget could not be kept
     room = look_around(device, cfg.reserve, inv.dtype)

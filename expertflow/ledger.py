@@ -88,7 +88,7 @@ def _read_json(path: Path) -> tuple[str, dict[str, Any]]:
     if not isinstance(raw, dict): raise CheckpointError(f"{path}: holds a {type(raw).__name__}, not a table; fetch it again")
     return str(path), raw
 
-# %% ../nbs/03_ledger.ipynb #fd1a7b4e
+# %% ../nbs/03_ledger.ipynb #3bf68cea
 def _text_only(config: Any) -> Any: # a config that a causal language model can be built from
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING: config = config.get_text_config()
@@ -97,7 +97,7 @@ def _text_only(config: Any) -> Any: # a config that a causal language model can 
     return config
 
 
-def build_meta(config: Any, dtype: "torch.dtype") -> Any: # transformers.PreTrainedModel
+def build_meta(config: Any, dtype: "torch.dtype", **kwargs: Any) -> Any: # transformers.PreTrainedModel
     "The model on the meta device: names, shapes and types, no memory."
     import copy
 
@@ -106,7 +106,7 @@ def build_meta(config: Any, dtype: "torch.dtype") -> Any: # transformers.PreTrai
     config = copy.deepcopy(_text_only(config))
     if hasattr(config, "quantization_config"): del config.quantization_config    # shapes after dequantising
     try:
-        with torch.device("meta"): return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        with torch.device("meta"): return AutoModelForCausalLM.from_config(config, dtype=dtype, **kwargs).eval()
     except Exception as e:
         raise UnsupportedModelError(f"{config.model_type} cannot be built from its configuration: {_brief(e)}") from e
 
@@ -204,7 +204,10 @@ def _live_bytes() -> Any: # a context manager with .live and .peak
 
     return LiveBytes
 
-# %% ../nbs/03_ledger.ipynb #7e6184c7
+# %% ../nbs/03_ledger.ipynb #7b16389d
+_FUSED = ("cpu", "cuda", "xpu", "mps")      # attention does not write out all scores there
+
+
 def _stand_ins(device: str) -> Any: # a context manager
     "Fused kernels by their shape; questions about data are answered with no."
     import torch
@@ -218,7 +221,7 @@ def _stand_ins(device: str) -> Any: # a context manager
             if "grouped_mm" in getattr(func, "__name__", ""): return args[0].new_empty(args[0].shape[0], args[1].shape[-1])
             if func is not sdpa: return func(*args, **kwargs)
             query, key, value = (args[i] if len(args) > i else kwargs[n] for i, n in enumerate(("query", "key", "value")))
-            if device == "cpu" and query.shape[-1] != value.shape[-1]: return func(*args, **kwargs)     # has no kernel for it
+            if device not in _FUSED or (device == "cpu" and query.shape[-1] != value.shape[-1]): return func(*args, **kwargs)
             mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
             groups = query.shape[1] // key.shape[1] if kwargs.get("enable_gqa") else 1
             temporary = [torch.empty_like(t).repeat(1, groups, 1, 1) for t in (key, value) if groups > 1]
@@ -463,7 +466,7 @@ def _dtype_of(config: Any, dtype: str | None, tensors: Mapping[str, Any]) -> "to
 
 _FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
-# %% ../nbs/03_ledger.ipynb #aaa94616
+# %% ../nbs/03_ledger.ipynb #1dbe8b06
 def _stored(source: Any) -> tuple[dict[str, int], dict[str, str]]: # bytes and type by tensor
     "What a checkpoint's headers say, if there are files."
     if not isinstance(source, (str, Path)) or not any(Path(source).expanduser().glob("*.safetensors")): return {}, {}
@@ -476,13 +479,15 @@ def inventory(
     dtype: str | None = None, # what if it ran in this type; default: as the checkpoint says
     expert_bits: int | None = None, # what if routed experts had 4 or 8 bits a weight
     device: str = "cpu", # kind of device that it will run on: "cpu" has fewer fused kernels than "cuda"
+    attention: str | None = None, # "eager" writes out all scores; default: the model's own, fused where it can be
 ) -> Inventory:
     "What a model weighs, from its configuration and the headers of its files; no weight is read."
     config = read_config(source)
     check_supported(config)
     sizes, types = _stored(source)
     kind = _dtype_of(config, dtype, types)
-    skeleton = Skeleton(build_meta(config, kind), device)
+    eager = {"attn_implementation": attention} if attention == "eager" else {}      # no other needs more
+    skeleton = Skeleton(build_meta(config, kind, **eager), device)
     if not skeleton.experts: raise UnsupportedModelError(f"{config.model_type} has no routed experts that can be paged")
     disk = on_disk(sizes, _renamer(skeleton.model)) if sizes else {}
     parts = {part: c + disk.get(part, Component()) for part, c in in_memory(skeleton.model, kind).items()}

@@ -164,6 +164,18 @@ def test_loops_are_extrapolated():
     assert memory.peak <= planned <= 1.6 * memory.peak
 
 
+@pytest.mark.parametrize("device, attention", [("cpu", "eager"), ("cuda", "eager"), ("another", None)])
+def test_attention_that_writes_out_all_scores(device, attention):
+    "Is planned for where it is asked for, or where the device has no kernel that avoids it."
+    config = family_config("olmoe")
+    inv, fused = inventory(config, device=device, attention=attention), inventory(config)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with _live_bytes()([*model.parameters(), *model.buffers()]) as memory: forward(model, 1, 400)
+    planned, without = (x.kv_bytes(1, 400) + x.workspace_bytes(1, 400) for x in (inv, fused))
+    assert memory.peak <= planned <= 1.6 * memory.peak
+    assert without < memory.peak
+
+
 def test_formula_where_a_model_does_not_run(monkeypatch, olmoe):
     measured = olmoe.workspace_bytes(2, 100)
     monkeypatch.setattr("expertflow.ledger.Skeleton.forward", lambda *a: 1 / 0)
