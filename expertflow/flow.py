@@ -232,7 +232,7 @@ class Generation:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {k: getattr(self, k) for k in ("hit_rate", "tokens_per_second", "bytes_per_token")}
 
-# %% ../nbs/10a_flow.ipynb #10f7757a
+# %% ../nbs/10a_flow.ipynb #33bb6080
 class Watch:
     "Follows one call of `generate`: what it cost, and how it ended."
 
@@ -244,7 +244,12 @@ class Watch:
 
     def finish(self, sequences: int, tokens: int, error: BaseException | None = None) -> Generation:
         "`tokens`: new ones of each sequence."
-        self.rt.note(wait=True)
+        try:
+            self.rt.note(wait=True)
+        except Exception as e:
+            if error is None:
+                raise
+            error.add_note(f"afterwards the uses of experts could not be counted: {type(e).__name__}: {e}")
         r, (hits, misses, nbytes, stall), ticks = self.run, self.before, self.clock.ticks
         r.seconds, r.new_tokens = time.perf_counter() - self.clock.start, sequences * tokens
         r.ttft = ticks[0] - self.clock.start if ticks else None
@@ -315,7 +320,7 @@ def prompt_of(model_kwargs: Mapping[str, Any]) -> int:  # tokens
     mask = model_kwargs.get("attention_mask")
     return mask.shape[-1] if isinstance(mask, Tensor) else 1 << 40
 
-# %% ../nbs/10a_flow.ipynb #278ff48b
+# %% ../nbs/10a_flow.ipynb #fbb18ba2
 def around_generate(cls: type[PreTrainedModel], flow: "Callable[[], ExpertFlow]") -> dict[str, Any]:
     "Methods for the offloaded subclass of `cls`: `generate` with a clock and a way out for errors, and admission."
 
@@ -325,15 +330,16 @@ def around_generate(cls: type[PreTrainedModel], flow: "Callable[[], ExpertFlow]"
             kwargs["logits_processor"] = LogitsProcessorList([*(kwargs.get("logits_processor") or []), clock])
         ids = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs"))
         length = ids.shape[-1] if isinstance(ids, Tensor) else 0
-        watch = Watch(flow().runtime, clock, length)
+        this = flow()  # which stays until this call is over
+        watch = Watch(this.runtime, clock, length)
         try:
-            with flow().requests.one():
+            with this.requests.one():
                 out = cls.generate(self, *args, **kwargs)  # type: ignore[attr-defined]
         except BaseException as e:
-            flow().generations.append(watch.finish(1, len(clock.ticks), e))
+            this.generations.append(watch.finish(1, len(clock.ticks), e))
             raise
         tokens = out if isinstance(out, Tensor) else out.sequences
-        flow().generations.append(watch.finish(tokens.shape[0], tokens.shape[-1] - length))
+        this.generations.append(watch.finish(tokens.shape[0], tokens.shape[-1] - length))
         return out
 
     @functools.wraps(cls.generate)  # type: ignore[attr-defined]
@@ -560,7 +566,7 @@ def build_runtime(store: ExpertStore, flow: ExpertFlow) -> Runtime:
     rt.host_compute = cfg.host_compute
     return rt
 
-# %% ../nbs/10a_flow.ipynb #78b89a6b
+# %% ../nbs/10a_flow.ipynb #d167dc18
 def rebudget(flow: ExpertFlow, budget: Any) -> Plan:
     "Replans for `budget` and changes the number of slots; returns the new plan."
     cfg = Config.make(flow.config, gpu_memory_budget=budget)
@@ -568,7 +574,7 @@ def rebudget(flow: ExpertFlow, budget: Any) -> Plan:
     if flow.device.type == "cpu":
         room = Room(look_around(flow.device, cfg.reserve, flow.inventory.dtype).available, room.system)
     books, requests, rt = flow.ledger, flow.requests, flow.runtime
-    with requests.lock:
+    with rt.lock, requests.lock:  # in this order: a prefetcher that calls this has the first one already
         plan = plan_for(flow.inventory, cfg, room, flow.plan.staging)
         held = sum(requests.taken.values())
         extra = max(0, books.held("device", "workspace") - plan.workspace) if held else 0

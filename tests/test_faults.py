@@ -33,6 +33,7 @@ from transformers import (
 from transformers.utils import logging
 
 import expertflow.cache
+import expertflow.flow
 import expertflow.mover
 import expertflow.runtime
 from expertflow.cache import ABSENT, check
@@ -815,3 +816,70 @@ def test_text_of_one_sequence_only(path):
         for key in ("num_beams", "num_return_sequences"):
             with pytest.raises(ExpertFlowError, match=f"{key}=2: .* use flow.model.generate"):
                 flow.generate("hello", max_new_tokens=2, **{key: 2})
+
+
+# ---- errors and locks between the parts ----
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_budgets_from_a_prefetcher_and_another_thread(mode, path, want, monkeypatch):
+    "Inside a layer-step it is refused, at the moment at which the other thread plans its own: neither waits for ever."
+    with load(path, mode, "50%") as flow:
+        planning, said, threads = threading.Event(), [], []
+        plan_for, me = expertflow.flow.plan_for, threading.get_ident()
+
+        def planned(*args):
+            if threading.get_ident() != me:
+                planning.set()
+            return plan_for(*args)
+
+        def prefetcher(layer, experts):
+            if not threads:
+                threads.append(threading.Thread(target=flow.set_budget, args=("25%",), daemon=True))
+                threads[0].start()
+                planning.wait(0.5)
+                try:
+                    flow.set_budget("100%")
+                except ExpertFlowError as e:
+                    said.append(str(e))
+            return ()
+
+        def work():
+            nonlocal me
+            me = threading.get_ident()
+            got.append(generate(flow))
+
+        monkeypatch.setattr(expertflow.flow, "plan_for", planned)
+        flow.runtime.prefetcher, got = prefetcher, []
+        generating = threading.Thread(target=work, daemon=True)
+        generating.start()
+        generating.join(20)
+        assert threads and not generating.is_alive(), "two threads wait for each other"
+        threads[0].join(20)
+        assert not threads[0].is_alive() and planning.is_set()
+        assert len(said) == 1 and "inside a layer-step" in said[0]
+        assert flow.runtime.cache.n_slots == flow.plan.slots == 6 and flow.config.gpu_memory_budget == "25%"
+        flow.runtime.prefetcher = None
+        assert torch.equal(got[0], want[mode][1])
+        works(flow, want, mode)
+
+
+def test_the_first_error_wins(path, want, monkeypatch):
+    "What goes wrong while the figures of a failed generation are gathered is told as well, not instead."
+    flow, disk = broken(path, monkeypatch)
+    with flow:
+        note = flow.runtime.note
+
+        def fails(wait=False):
+            if flow.runtime.cache.count.steps:
+                raise RuntimeError("the notes are lost")
+            note(wait)
+
+        monkeypatch.setattr(flow.runtime, "note", fails)
+        with pytest.raises(LoadError, match="boom") as e:
+            generate(flow)
+        assert any("the notes are lost" in x for x in e.value.__notes__)
+        assert flow.generations[-1].error == f"LoadError: {one_line(e)}"
+        monkeypatch.setattr(flow.runtime, "note", note)
+        disk.rule = None
+        works(flow, want)
