@@ -425,7 +425,7 @@ def eager_forward(rt: "Runtime", layer: int, module: Any, hidden: Tensor, index:
     with rt.ordered(layer, [e for e in torch.unique(index).tolist() if e < rt.store.num_experts[layer]]):
         return forward(module, hidden, index, weights)
 
-# %% ../nbs/10_runtime.ipynb #228c2c32
+# %% ../nbs/10_runtime.ipynb #49a237b7
 def repair(cache: ExpertCache, executor: Executor) -> None:
     "Makes the tables consistent after a layer-step that broke off: nothing is pinned, only reads under way are loading."
     with suppress(Exception):  # what was queued before it broke off may still read any of the slots
@@ -434,6 +434,7 @@ def repair(cache: ExpertCache, executor: Executor) -> None:
         if not cache.loading[slot]:
             executor.cancel(slot)
         elif executor.cancel(slot):
+            cache.call_off(slot)
             cache.owner[slot] = ABSENT
     cache.loading[cache.owner == ABSENT] = False
     cache.fresh[cache.owner == ABSENT] = False
@@ -472,7 +473,7 @@ class Tables(Whole):
         except KeyError:
             return self._views[layer].setdefault(slot, self.store.views(layer, self.slab[slot]))
 
-# %% ../nbs/10_runtime.ipynb #6a357b4b
+# %% ../nbs/10_runtime.ipynb #4e204a6a
 class Loads(Tables):
     "The part of the runtime that gets experts into their slots."
 
@@ -482,11 +483,24 @@ class Loads(Tables):
             self.executor.used([load.slot])  # on an accelerator the poison is only queued yet
         self.executor.start(load, urgent)
 
+    def wait(self, step: LayerStep, load: Load) -> None:
+        "Waits for a load. One that was only a guess and has failed is done again, now that somebody needs it."
+        guessed = load.expert in step.late
+        step.late.discard(load.expert)
+        try:
+            self.executor.wait(load.slot)
+        except Exception:
+            if not guessed or not self.executor.ready(load.slot):
+                raise
+            self.cache.count.loads += 1
+            self.start(load)
+            self.executor.wait(load.slot)
+
     def arrive(self, step: LayerStep, expert: int, slot: int) -> None:
         "Waits for a load; on failure the expert is absent again and the error goes up."
         load, t = Load(step.layer, expert, slot), time.perf_counter()
         try:
-            self.executor.wait(slot)
+            self.wait(step, load)
         except (Exception, KeyboardInterrupt):
             if self.executor.ready(slot):  # it ended, badly; a load that is merely late keeps its slot and its ticket
                 step.pinned.discard(expert)
@@ -515,7 +529,7 @@ class Loads(Tables):
             else:
                 self.landed(load)
 
-# %% ../nbs/10_runtime.ipynb #501a1582
+# %% ../nbs/10_runtime.ipynb #85e7adea
 Prefetcher = Callable[[int, Sequence[int]], Iterable[tuple[int, Sequence[int]]]]  # layer, its experts -> (layer, experts) to come
 
 class Guesses(Loads):
@@ -559,6 +573,7 @@ class Guesses(Loads):
         taken = 0
         for slot in (self.cache.loading & (self.cache.pins == 0)).nonzero()[0].tolist():
             if taken < n and self.executor.cancel(slot):
+                self.cache.call_off(slot)
                 failed(self.cache, Load(*divmod(int(self.cache.owner[slot]), self.cache.E), slot))
                 taken += 1
         return taken

@@ -47,6 +47,7 @@ class Run:
     in_time: int = 0  # prefetched experts that were there when they were needed
     late: int = 0
     wasted: int = 0
+    cancelled: int = 0  # called off before anything was in their slots
     demand: int = 0  # loads that began when they were needed
     prefetched: int = 0
     pageable: int = 0  # copies to the device from memory that is not pinned
@@ -125,7 +126,7 @@ def measure(flow, tokens, ahead, seen=(), **device):
     run.wall = time.perf_counter() - t
     rt.executor.start, rt.cache.begin, rt.prefetcher = start, begin, None
     rt.note(wait=True)
-    for name in ("hits", "misses", "in_time", "late", "wasted", "prefetched"):
+    for name in ("hits", "misses", "in_time", "late", "wasted", "cancelled", "prefetched"):
         setattr(run, name, getattr(rt.cache.count, name) - count[name])
     run.demand = rt.executor.moved.demand - moved["demand"]
     run.pageable = simdev.counters()["copies.h2d.pageable"]
@@ -169,7 +170,7 @@ def row(best, link, ratio):
         r = best[a]
         out[f"ahead_{a}"] = {
             "stall_ms": stall[a], "hidden": (stall[0] - stall[a]) / (stall[0] - bound), "load_ms": sum(r.loads) / link * ms,
-            "in_time": r.in_time, "late": r.late, "wasted": r.wasted, "on_demand": r.demand,
+            "in_time": r.in_time, "late": r.late, "wasted": r.wasted, "cancelled": r.cancelled, "on_demand": r.demand,
         }  # fmt: skip
     out |= {"pageable_copies": sum(r.pageable for r in best.values()), "syncs_per_token": on_demand.syncs_per_token,
             "equal": all(torch.equal(r.logits, resident.logits) for r in best.values())}  # fmt: skip

@@ -5,6 +5,8 @@ import linecache
 import os
 import threading
 
+from expertflow.cache import balance
+
 def open_files(path):
     "Descriptors of this process that are open on files below `path`."
     found = []
@@ -69,3 +71,31 @@ class Disk:
                 raise OSError(code, os.strerror(code))
 
         self.rule = rule
+
+    def break_when_waited_for(self, flow, monkeypatch, layer, expert, times=1):
+        "Reads of this expert fail, but not before its load is waited for."
+        rt, waited, left = flow.runtime, threading.Event(), [times]
+        wait = rt.executor.wait
+
+        def waits(slot):
+            if slot == rt.cache.slot_of[layer][expert]:
+                waited.set()
+            wait(slot)
+
+        def rule(at):
+            if at == (layer, expert) and left[0] > 0:
+                assert waited.wait(60)
+                left[0] -= 1
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(rt.executor, "wait", waits)
+        self.rule = rule
+
+
+def books_of_a_retry(flow, disk, layer, expert):
+    "After a prefetch has failed once, and the step that needed it has read the expert again."
+    rt, count, moved = flow.runtime, flow.runtime.cache.count, flow.runtime.executor.moved
+    assert disk.log.count((layer, expert)) == 2
+    assert count.prefetched == count.late == moved.prefetch == 1 and moved.demand == count.loads - 1 and balance(rt.cache) == 0
+    assert rt.traffic.bytes_loaded == (count.loads - 1) * rt.layouts[layer].nbytes
+    assert moved.bytes_read == sum(rt.store.disk_bytes(*key) for key in disk.log) - rt.store.disk_bytes(layer, expert)

@@ -5,7 +5,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertflow.cache import ABSENT, ExpertCache, Load, admit, check, done, end, failed, loaded, noted, reserve, resize, steal
+from expertflow.cache import (
+    ABSENT,
+    ExpertCache,
+    Load,
+    admit,
+    balance,
+    check,
+    done,
+    end,
+    failed,
+    loaded,
+    noted,
+    reserve,
+    resize,
+    steal,
+)
 from expertflow.evictor import POLICIES, make_evictor
 
 schedule = st.fixed_dictionaries({
@@ -176,3 +191,66 @@ def test_resize_keeps_the_tables_straight(c, n):
             loaded(cache, x)
         resize(cache, max(1, int(rng.integers(n + 1))))
         check(cache)
+
+
+@given(schedule)
+@settings(max_examples=150, deadline=None)
+def test_every_prefetch_is_accounted_for(c):
+    "They arrive, fail, are called off, thrown out, stolen from, needed early or late, and at last all are gone."
+    rng, cache = np.random.default_rng(c["seed"]), make(c)
+    off = 0
+
+    def load_of(slot):
+        return Load(*divmod(int(cache.owner[slot]), cache.E), int(slot))
+
+    def straight():
+        check(cache)
+        assert balance(cache) == 0 and cache.count.cancelled == off, cache.count
+        assert not cache.fresh[cache.owner == ABSENT].any()
+
+    for _ in range(40):
+        reserve(cache, int(rng.integers(c["layers"])), rng.permutation(c["experts"])[:4].tolist(), int(rng.integers(4)))
+        straight()
+        for slot in np.flatnonzero(cache.loading):
+            p = rng.random()
+            if p < 0.4:
+                loaded(cache, load_of(slot))
+            elif p < 0.5:
+                failed(cache, load_of(slot))
+            elif p < 0.6:
+                cache.call_off(slot)
+                failed(cache, load_of(slot))
+                off += 1
+            straight()
+        layer = int(rng.integers(c["layers"]))
+        need = sorted(rng.choice(c["experts"], rng.integers(1, c["experts"] + 1), replace=False).tolist())
+        step = cache.begin(layer, need)
+        assert step.late == {e for e in step.hits if cache.loading[cache.slot_of[layer][e]]}
+        for e in need:
+            while e not in step.pinned:
+                if not admit(cache, step):
+                    late = [e for e in step.pinned if cache.loading[cache.slot_of[layer][e]]]
+                    for x in late:
+                        loaded(cache, Load(layer, x, cache.slot_of[layer][x]))
+                    if not late and not step.pinned:
+                        break  # prefetches on their way hold every slot
+                    if not late:
+                        steal(cache, step, e)
+                straight()
+            if e in step.pinned:
+                loaded(cache, Load(layer, e, cache.slot_of[layer][e]))
+                done(cache, step, e)
+        end(cache, step)
+        straight()
+        for slot in np.flatnonzero(cache.loading):
+            loaded(cache, load_of(slot))
+        if rng.random() < 0.3:
+            there = [e for e, s in enumerate(cache.slot_of[layer]) if s != ABSENT]
+            noted(cache, layer, there[: rng.integers(len(there) + 1)])
+        if rng.random() < 0.2:
+            resize(cache, int(rng.integers(2, 31)))
+        straight()
+    for slot in np.flatnonzero(cache.owner != ABSENT):
+        failed(cache, load_of(slot))
+    n = cache.count
+    assert n.prefetched == n.in_time + n.late + n.wasted + n.cancelled

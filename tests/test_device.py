@@ -5,11 +5,15 @@ simulated device looks for orders that nobody has asked for. The reference is th
 """
 
 import itertools
+import random
 
 import pytest
 import torch
+from faulty import Disk, books_of_a_retry
 from transformers import AutoModelForCausalLM
 
+from expertflow.cache import balance, check
+from expertflow.config import LoadError
 from expertflow.flow import ExpertFlow
 from expertflow.testing import write_checkpoint
 
@@ -133,6 +137,58 @@ def test_prefetching_changes_nothing(sim, olmoe, budget, right):
             assert count.prefetched > 0
             used = count.in_time + count.late
             assert used > 0.5 * count.prefetched if right else count.wasted > 0.5 * count.prefetched, count
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_prefetch_fails_when_it_is_waited_for(sim, olmoe, monkeypatch, times):
+    "The layer-step that needs the expert reads it itself. If that fails, too, it is an error."
+    path, ref, ids = olmoe
+    with offloaded(path, "50%", preload=False) as flow, torch.no_grad():
+        disk = Disk(flow, monkeypatch)
+        disk.break_when_waited_for(flow, monkeypatch, 0, 3, times)
+        assert flow.runtime.prefetch(0, [3]) == 1
+        if times == 1:
+            assert torch.equal(flow.model(ids.to("sim")).logits.cpu(), ref(ids).logits)
+            books_of_a_retry(flow, disk, 0, 3)
+        else:
+            with pytest.raises(LoadError, match=r"expert 3 of model.layers.0"):
+                flow.model(ids.to("sim"))
+            assert disk.log.count((0, 3)) == 2
+        assert same(decode(flow.model, ids.to("sim"), 4), decode(ref, ids, 4))
+        assert balance(flow.runtime.cache) == 0
+
+
+def test_guesses_and_faults_at_random(sim, olmoe, monkeypatch):
+    "Whatever becomes of a prefetch is in the books, also when layer-steps break off."
+    path, ref, ids = olmoe
+    sim.configure(delay=0.0002, link=50e6)
+    r, dice, ended = random.Random(0), random.Random(1), {True: 0, False: 0}
+    with offloaded(path, "25%", "30%", preload=False) as flow, torch.no_grad():
+        rt, disk = flow.runtime, Disk(flow, monkeypatch)
+
+        def rule(at):
+            if dice.random() < 0.003:
+                raise OSError(5, "boom")
+
+        def prefetcher(layer, experts):
+            for _ in range(r.randrange(3)):
+                yield r.randrange(3), r.sample(range(8), r.randrange(1, 5))
+            if r.random() < 0.02:
+                raise ValueError("no guess")
+
+        disk.rule, rt.prefetcher = rule, prefetcher
+        for i in range(60):
+            try:
+                flow.model(ids[:, : 1 + 13 * (i % 3)].to("sim"))
+                ended[True] += 1
+            except (LoadError, ValueError):
+                ended[False] += 1
+            check(rt.cache)
+            assert balance(rt.cache) == 0, (i, rt.cache.count)
+        c = rt.cache.count
+        assert min(ended.values()) > 3 and min(c.in_time + c.late, c.wasted, c.cancelled) > 0, (ended, c)
+        disk.rule = rt.prefetcher = None
+        assert same(decode(flow.model, ids.to("sim"), 4), decode(ref, ids, 4))
 
 
 @pytest.mark.parametrize("mode", ["grouped_mm", "eager"])

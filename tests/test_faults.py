@@ -9,6 +9,7 @@ import io
 import json
 import os
 import pickle
+import random
 import re
 import shutil
 import signal
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from faulty import Disk, Interrupt, open_files
+from faulty import Disk, Interrupt, books_of_a_retry, open_files
 from safetensors.torch import load_file, save_file
 from transformers import (
     AsyncTextIteratorStreamer,
@@ -36,7 +37,7 @@ import expertflow.cache
 import expertflow.flow
 import expertflow.mover
 import expertflow.runtime
-from expertflow.cache import ABSENT, check
+from expertflow.cache import ABSENT, balance, check
 from expertflow.config import (
     BudgetError,
     CheckpointError,
@@ -116,7 +117,7 @@ def settled(flow):
     assert not rt.cache.pins.any() and rt.in_progress is None
     rt.reap(wait=True)
     check(rt.cache)
-    assert not rt.cache.loading.any() and not rt.executor.tickets._open
+    assert balance(rt.cache) == 0 and not rt.cache.loading.any() and not rt.executor.tickets._open
     assert free_lock(rt.lock)
 
 
@@ -238,6 +239,62 @@ def test_odd_errors(error, path, want, monkeypatch):
             generate(flow)
         disk.rule = None
         works(flow, want)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_prefetch_fails_when_it_is_waited_for(times, mode, path, want, monkeypatch):
+    "The step that needs the expert reads it itself. If that fails, too, it is an error."
+    with load(path, mode, "50%") as flow, torch.no_grad():
+        disk = Disk(flow, monkeypatch)
+        disk.break_when_waited_for(flow, monkeypatch, 0, 3, times)
+        assert flow.runtime.prefetch(0, [3]) == 1
+        if times == 1:
+            assert torch.equal(flow.model(X).logits, want[mode][0])
+            books_of_a_retry(flow, disk, 0, 3)
+        else:
+            with pytest.raises(LoadError, match=os.strerror(errno.EIO) + r".* expert 3 of model.layers.0") as e:
+                flow.model(X)
+            one_line(e)
+            assert disk.log.count((0, 3)) == 2
+        works(flow, want, mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("budget", ["0.001%", "25%", "50%"])
+def test_guesses_and_faults_at_random(mode, budget, path, want, monkeypatch):
+    "Whatever becomes of a prefetch is in the books, also when layer-steps break off."
+    with load(path, mode, budget, paced_link="50MB/s") as flow, torch.no_grad():
+        rt, disk, r = flow.runtime, Disk(flow, monkeypatch), random.Random(budget)
+        dice = random.Random(1)
+        rt.executor.chunk_bytes = 1000
+
+        def rule(at):
+            if dice.random() < 0.002:
+                raise OSError(errno.EIO, "boom")
+
+        def prefetcher(layer, experts):
+            for _ in range(r.randrange(3)):
+                yield r.randrange(3), r.sample(range(8), r.randrange(1, 5))
+            if r.random() < 0.02:
+                raise ValueError("no guess")
+
+        disk.rule, rt.prefetcher, ended = rule, prefetcher, {True: 0, False: 0}
+        for i in range(60):
+            try:
+                flow.model(X[:, : 1 + 13 * (i % 3)])
+                ended[True] += 1
+            except (LoadError, ValueError):
+                ended[False] += 1
+            check(rt.cache)
+            assert balance(rt.cache) == 0, (i, rt.cache.count)
+            if r.random() < 0.2:
+                rt.resize(r.choice([2, 3, 6, 12]))
+                assert balance(rt.cache) == 0, (i, rt.cache.count)
+        c = rt.cache.count
+        assert min(ended.values()) > 3 and min(c.in_time + c.late, c.wasted, c.cancelled) > 0, (ended, c)
+        disk.rule = rt.prefetcher = None
+        works(flow, want, mode)
 
 
 def test_short_reads(path, want, monkeypatch):
