@@ -53,7 +53,8 @@ def test_metrics_are_what_counting_says(seed):
     j = judge(scores, truth, extra=1)
     assert j["recall"] == pytest.approx(recall(scores, truth)) == pytest.approx(precision(scores, truth, k))
     assert j["recall_n"] == pytest.approx(recall(scores, truth, k + 1)) and j["n"] == min(k + 1, E)
-    assert j["precision_n"] == pytest.approx(precision(scores, truth, k + 1)) and j["exact"] == pytest.approx(exact(scores, truth))
+    assert j["precision_n"] == pytest.approx(precision(scores, truth, k + 1))
+    assert j["exact"] == pytest.approx(exact(scores, truth))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -132,7 +133,8 @@ def test_interval_contains_the_mean_and_knows_sequences():
 
 def test_table_averages_prints_and_gives_away():
     t = Table()
-    for layer, r in enumerate((.5, .7)): t.add({"rows": 10, "recall": r, "low": 0., "ece": .1 * layer}, predictor="p", layer=layer)
+    for layer, r in enumerate((.5, .7)):
+        t.add({"rows": 10, "recall": r, "low": 0., "ece": .1 * layer}, predictor="p", layer=layer)
     t.add({"rows": 10, "recall": .9}, predictor="q", layer=0)
     m = t.mean("layer")
     assert m.pick(predictor="p")["recall"] == pytest.approx([.6]) and len(m) == 2 and "low" not in m.rows[0]
