@@ -98,11 +98,11 @@ def record(flow, tokens):
     return [(layer, sorted(index.cpu().reshape(-1).tolist())) for layer, index in seen]
 
 
-def measure(flow, tokens, ahead, seen=(), **device):
-    "One run; `device`: settings of the simulated device."
+def measure(flow, tokens, ahead, seen=(), guess=None, **device):
+    "One run; `guess`: a prefetcher, instead of a replay of `seen`; `device`: settings of the simulated device."
     rt, run = flow.runtime, Run(ahead)
     layers, steps = len(rt.layouts), len(tokens) * len(rt.layouts)
-    rt.prefetcher = Replay(seen, ahead) if ahead else None
+    rt.prefetcher = Replay(seen, ahead) if ahead else guess
     run.loads = [0] * steps
     start, begin, at = rt.executor.start, rt.cache.begin, [-1]
 
