@@ -6,7 +6,7 @@
 __all__ = ['FORMAT', 'VERSION', 'DECODE', 'BEGIN', 'Columns', 'columns', 'row_bytes', 'Trace', 'from_bf16', 'to_bf16',
            'TraceWriter', 'append', 'load_trace', 'verify', 'save_trace', 'widths', 'import_trace', 'assemble']
 
-# %% ../nbs/04_trace.ipynb #725e2ac9
+# %% ../nbs/04_trace.ipynb #469f3186
 import json
 import math
 import os
@@ -14,6 +14,7 @@ import zipfile
 import zlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -44,7 +45,7 @@ def row_bytes(c: Columns) -> dict[str, int]:
     "Bytes of a token in each file."
     return {name: t.itemsize * math.prod(shape) for name, (t, shape) in c.items()}
 
-# %% ../nbs/04_trace.ipynb #20fefe17
+# %% ../nbs/04_trace.ipynb #b788b58a
 @dataclass
 class Trace:
     "Routing of `T` tokens, in the order in which they ran."
@@ -85,14 +86,16 @@ class Trace:
         "One forward pass after the other."
         ends = [*(np.flatnonzero(np.diff(self.step)) + 1).tolist(), len(self)]
         for start, stop in zip([0, *ends], ends, strict=False):
-            yield self[start:stop]
+            if stop > start:  # an empty trace has no pass
+                yield self[start:stop]
 
     def sequences(self) -> Iterator["Trace"]:
         "One sequence after the other, each in the order of its text."
         order = np.argsort(self.sequence, kind="stable")
         for rows in np.split(order, np.flatnonzero(np.diff(self.sequence[order])) + 1):
-            whole = len(rows) and rows[-1] - rows[0] == len(rows) - 1
-            yield self[int(rows[0]) : int(rows[-1]) + 1] if whole else self[rows]
+            if len(rows):
+                together = rows[-1] - rows[0] == len(rows) - 1
+                yield self[int(rows[0]) : int(rows[-1]) + 1] if together else self[rows]
 
 # %% ../nbs/04_trace.ipynb #fe0ef6ed
 def from_bf16(bits: np.ndarray) -> np.ndarray:
@@ -105,7 +108,7 @@ def to_bf16(x: np.ndarray) -> np.ndarray:
     rounded = (u + 0x7FFF + ((u >> 16) & 1)) >> 16
     return np.where(np.isnan(x), (u >> 16) | 0x40, rounded).astype(np.uint16)
 
-# %% ../nbs/04_trace.ipynb #7eb5cc43
+# %% ../nbs/04_trace.ipynb #ef5e4a3d
 class TraceWriter:
     "Appends tokens to a new trace in `folder`; `close()` completes it (also: `with TraceWriter(...) as w`)."
 
@@ -127,7 +130,7 @@ class TraceWriter:
         self.lengths = array("q")  # of each sequence
         self.labels: dict[int, Any] = {}
         self.crc = dict.fromkeys(self.columns, 0)
-        self.closed = False
+        self.closed = self.broken = False
         with _disk(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             if (self.folder / "trace.json").exists():
@@ -136,16 +139,9 @@ class TraceWriter:
             _write_contents(self)
 
     def close(self) -> None:
-        "Completes the trace."
-        if self.closed:
-            return
-        with _disk(self.folder):
-            for f in self.files.values():
-                f.flush()
-                os.fsync(f.fileno())
-                f.close()
-            self.closed = True
-            _write_contents(self)
+        "Completes the trace; after an error of the disk it stays incomplete."
+        if not self.closed:
+            _complete(self)
 
     def __enter__(self) -> Self:
         return self
@@ -156,7 +152,21 @@ class TraceWriter:
     def append(self, ids: Any, weights: Any = None, **more: Any) -> None:
         append(self, ids, weights, **more)
 
-# %% ../nbs/04_trace.ipynb #b1a86c3f
+# %% ../nbs/04_trace.ipynb #8db9cb89
+def _complete(w: TraceWriter) -> None:
+    if w.broken:
+        for f in w.files.values():
+            with suppress(OSError):
+                f.close()
+        return
+    with _disk(w.folder):
+        for f in w.files.values():
+            f.flush()
+            os.fsync(f.fileno())
+            f.close()
+        w.closed = True
+        _write_contents(w)
+
 def _write_contents(w: TraceWriter) -> None:
     rows = row_bytes(w.columns)
     files = {f"{n}.bin": {"bytes": w.tokens * rows[n], "crc32": w.crc[n]} for n in rows} if w.closed else None
@@ -189,7 +199,7 @@ def _check_shape(num_experts: Sequence[int], top_k: Sequence[int], hidden: int, 
     if not 0 <= hidden < 1 << 24:
         raise TraceError(f"{where}: hidden states of size {hidden}: a size from 1 to 16777215, or 0 for none")
 
-# %% ../nbs/04_trace.ipynb #e9105672
+# %% ../nbs/04_trace.ipynb #ffcdb756
 def append(
     w: TraceWriter,
     ids: Any,  # [n, L, k] integers, k at most the trace's K; -1: none
@@ -203,8 +213,8 @@ def append(
     labels: Mapping[int, Any] | None = None,  # of sequences, by number
 ) -> None:
     "Adds the tokens of one pass (or, with `step`, of several) to a trace."
-    if w.closed:
-        raise TraceError(f"{w.folder}: this trace has been closed; write another one")
+    if w.closed or w.broken:
+        raise TraceError(f"{w.folder}: this trace has been closed, or broke off; write another one")
     given, n = np.asarray(ids), len(ids)
     rows = {name: np.empty((n, *shape), t) for name, (t, shape) in w.columns.items()}
     rows["ids"][:] = w.pad
@@ -226,7 +236,7 @@ def append(
         w.labels |= labels or {}
         _write(w, rows)
 
-# %% ../nbs/04_trace.ipynb #b2ffb1e8
+# %% ../nbs/04_trace.ipynb #029a4331
 def _put(w: TraceWriter, rows: dict[str, np.ndarray], name: str, x: np.ndarray) -> None:
     whole = rows[name]
     fits = x.ndim == 3 and x.shape[:2] == whole.shape[:2] and x.shape[2] <= whole.shape[2]
@@ -268,12 +278,14 @@ def _structure(w: TraceWriter, rows: dict[str, np.ndarray]) -> None:
     w.passes = int(step[-1]) + 1
 
 def _write(w: TraceWriter, rows: dict[str, np.ndarray]) -> None:
+    w.broken = True  # until all files have the rows
     with _disk(w.folder):
         for name, x in rows.items():
             data = np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
             w.files[name].write(data)
             w.crc[name] = zlib.crc32(data, w.crc[name])
         w.tokens += len(rows["ids"])
+        w.broken = False
 
 # %% ../nbs/04_trace.ipynb #f0ecfb71
 def load_trace(
