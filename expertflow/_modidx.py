@@ -854,6 +854,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'expertflow.runtime.Traffic': ('runtime.html#traffic', 'expertflow/runtime.py'),
                                     'expertflow.runtime.Whole': ('runtime.html#whole', 'expertflow/runtime.py'),
                                     'expertflow.runtime.Whole.__init__': ('runtime.html#whole.__init__', 'expertflow/runtime.py'),
+                                    'expertflow.runtime.Whole._drop_table': ('runtime.html#whole._drop_table', 'expertflow/runtime.py'),
                                     'expertflow.runtime.Whole.forget': ('runtime.html#whole.forget', 'expertflow/runtime.py'),
                                     'expertflow.runtime.Whole.note': ('runtime.html#whole.note', 'expertflow/runtime.py'),
                                     'expertflow.runtime.Whole.table': ('runtime.html#whole.table', 'expertflow/runtime.py'),

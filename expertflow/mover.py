@@ -94,7 +94,7 @@ class Slots:
         for slot in [slots] if isinstance(slots, int) else range(self.n_slots)[slots]:
             self[slot].fill_(0xFF)
 
-# %% ../nbs/09a_mover.ipynb #69c07a72
+# %% ../nbs/09a_mover.ipynb #336fae2e
 class Slab(Slots):
     "`n_slots` slots of `slot_bytes` bytes on one device."
 
@@ -107,7 +107,7 @@ class Slab(Slots):
         segment: int | None = None,  # slots of one allocation (other devices only; None: all in one)
     ):
         super().__init__(slot_bytes, device)
-        self.segment, self.streams = segment, list[torch.Stream]()  # those that work with the slots
+        self.segment, self.streams = segment, list[torch.Stream]()  # that slots which go must wait for
         if device.type == "cpu":
             self._map, self._start = _anonymous(nbytes := max(most or 0, n_slots) * slot_bytes)
             flat = torch.frombuffer(self._map, dtype=torch.uint8)[self._start : self._start + nbytes]
@@ -652,14 +652,14 @@ def lend(host: HostTier, layer: int, expert: int) -> Lent | None:
         host._lent.add(lent)
     return lent
 
-# %% ../nbs/09a_mover.ipynb #d1f62859
+# %% ../nbs/09a_mover.ipynb #096ec2b9
 class Ordered:
     "A stream for copies, and events that order them against what is computed."
 
     def __init__(self, slab: Slab):
         self.slab, self.stream = slab, torch.Stream(slab.device)
         self.compute = torch.accelerator.current_stream(slab.device)  # that the last layer-step was queued on
-        slab.streams += [self.stream, self.compute]
+        slab.streams = [self.stream, self.compute]
         self._ready: list[torch.Event] = []
         self._used: dict[int, torch.Event] = {}
         self._lock = threading.Lock()  # a stream remembers which one to return to, but only one
@@ -677,8 +677,7 @@ class Ordered:
         if now != self.compute:
             now.wait_stream(self.compute)
             self.compute = now
-            if now not in self.slab.streams:
-                self.slab.streams.append(now)
+            self.slab.streams = [self.stream, now]  # the one before need not be asked: `now` waits for it
 
     def wait(self, slot: int) -> None:
         torch.accelerator.current_stream(self.slab.device).wait_event(self._ready[slot])

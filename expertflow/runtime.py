@@ -247,7 +247,7 @@ class Fetched:
             self.event.synchronize()
         return self.host.reshape(-1).tolist()
 
-# %% ../nbs/10_runtime.ipynb #7e5549f8
+# %% ../nbs/10_runtime.ipynb #b78564f3
 class Whole:
     "Layers that are entirely resident: where their experts are, on the device; and what is still to be noted about their use."
     cache: ExpertCache
@@ -266,10 +266,13 @@ class Whole:
     def forget(self) -> None:
         "The segments of the slab have changed."
         self.stands.clear()
-        for _, where in self._tables.values():
-            for stream in self.slab.streams:
-                where.record_stream(stream)
-        self._tables.clear()
+        for layer in list(self._tables):
+            self._drop_table(layer)
+
+    def _drop_table(self, layer: int) -> None:
+        for stream in self.slab.streams if layer in self._tables else ():
+            self._tables[layer][1].record_stream(stream)
+        self._tables.pop(layer, None)
 
     def table(self, layer: int) -> tuple[list[int], Tensor] | None:
         "Slots of all experts of a layer, and the table on the device; None if one is missing, loading, or in another segment."
@@ -278,6 +281,7 @@ class Whole:
             return self._tables[layer]
         if ABSENT in row or self.cache.loading[row].any() or len({self.slab.segment_of(s)[0] for s in row}) > 1:
             return None
+        self._drop_table(layer)
         first, _ = self.slab.segment_of(row[0])
         host = torch.tensor([s - first for s in row], pin_memory=True)
         self._tables[layer] = list(row), host.to(self.slab.device, non_blocking=True)
@@ -291,19 +295,19 @@ class Whole:
                 n = self.cache.num_experts[layer]
                 noted(self.cache, layer, [e for e in sorted(set(fetched.ids())) if e < n])
 
-# %% ../nbs/10_runtime.ipynb #26838841
+# %% ../nbs/10_runtime.ipynb #5670aded
 def all_resident(rt: "Runtime", layer: int, module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor | None:
     "The layer's output if all of its experts are in one segment, computed without waiting for the device; None otherwise."
     with rt.lock:
         if rt.closed or rt.mode != "grouped_mm":
             return None
+        rt.executor.begin()
         if rt.cache.loading.any():
             rt.reap()
         if (table := rt.table(layer)) is None:
             return None
         slots, where = table
         stand, _ = stand_in(rt, layer, module, slots[0])
-        rt.executor.begin()
         out = ALL_EXPERTS_FUNCTIONS["grouped_mm"](stand, hidden, where[index], weights)
         rt.executor.used(slots)
         rt.look_ahead(layer, [])

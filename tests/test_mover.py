@@ -673,7 +673,46 @@ def test_two_streams(sim, store):
                 got = slab[slot].clone()
                 ex.used([slot])
                 assert torch.equal(got.cpu(), store.want[KEYS[i % 16]])
-        assert len(slab.streams) == 4
+        assert slab.streams == [ex.copies.stream, streams[2]]
+
+
+@pytest.mark.parametrize("n", [1, 5, 40])
+@pytest.mark.parametrize("waits", [True, False])
+def test_shrinking_after_many_streams(sim, store, monkeypatch, n, waits):
+    "Two streams are enough to know when nothing uses the slots any more, since each one has waited for the one before."
+
+    def begin(self):
+        self.compute = torch.accelerator.current_stream()
+        self.slab.streams = [self.stream, self.compute]
+
+    if not waits:
+        monkeypatch.setattr(Copies, "begin", begin)
+    with on_sim(store, 4, segment=2, host=8) as (slab, ex):
+        for slot in range(4):
+            ex.start(Load(*KEYS[slot], slot))
+            ex.wait(slot)
+        torch.accelerator.synchronize()
+        sim.configure(op_time={"aten::add": 0.02})
+        sums = []
+        for _ in range(n):
+            with torch.Stream("sim"):
+                ex.begin()
+                sums.append(slab[3] + 0)
+                ex.used([3])
+        with torch.Stream("sim"):
+            ex.begin()
+            assert len(slab.streams) == 2
+            slab.resize(2)
+            ex.resized(2)
+        fresh = [torch.zeros(2, store.slot_bytes, dtype=torch.uint8, device="sim") for _ in range(4)]
+        kinds = {h.kind for h in sim.hazards()}
+        torch.accelerator.synchronize()
+        if waits:
+            assert not kinds and all(torch.equal(s.cpu(), store.want[KEYS[3]]) for s in sums)
+        else:
+            assert "missing record_stream" in kinds
+        assert not any(x.any() for x in fresh)
+        sim.hazards()
 
 
 @pytest.mark.parametrize("careful", [True, False])

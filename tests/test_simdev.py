@@ -293,6 +293,22 @@ def test_record_stream_keeps_a_block_from_being_reused(sim):
     assert torch.empty(1000, device="sim").data_ptr() == where
 
 
+def test_record_stream_of_one_that_waits(sim):
+    "The block comes back when the stream that was recorded has come so far, and so the one that it had to wait for."
+    sim.configure(op_time={"aten::mul": 0.2})
+    side, other = torch.Stream("sim"), torch.Stream("sim")
+    a = torch.ones(1000, device="sim")
+    where = a.data_ptr()
+    side.wait_stream(torch.accelerator.current_stream())
+    with side: a * 2
+    other.wait_stream(side)
+    a.record_stream(other)
+    del a
+    assert torch.empty(1000, device="sim").data_ptr() != where and not side.query()
+    other.synchronize()
+    assert torch.empty(1000, device="sim").data_ptr() == where
+
+
 def test_threads_with_a_stream_each(sim):
     sim.configure(delay=3e-4, capacity=2 * MB)
     wrong = []
@@ -402,17 +418,19 @@ def test_staging_reused(sim, wait):
     assert slots.cpu()[:, 0].tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("wait", ["record_stream", "wait", None])
+@pytest.mark.parametrize("wait", ["record_stream", "wait", "record_stream of one that waits", "of one that does not", None])
 def test_missing_record_stream(sim, wait):
-    side, main = torch.Stream("sim"), torch.accelerator.current_stream()
+    side, other, main = torch.Stream("sim"), torch.Stream("sim"), torch.accelerator.current_stream()
     x = torch.ones(100, device="sim")
     side.wait_stream(main)
     with side: y = x * 2
     if wait == "record_stream": x.record_stream(side)
     if wait == "wait": main.wait_stream(side)
+    if wait == "record_stream of one that waits": other.wait_stream(side)
+    if wait and " of " in f" {wait}": x.record_stream(other)
     del x
     hs = sim.hazards()
-    assert [h.kind for h in hs] == ([] if wait else ["missing record_stream"])
+    assert [h.kind for h in hs] == (["missing record_stream"] if wait in ("of one that does not", None) else [])
     if hs: assert hs[0].first == "aten::mul" and hs[0].second == "free"
     torch.accelerator.synchronize()
     assert y.cpu().eq(2).all()

@@ -133,13 +133,15 @@ struct Checker {  // everything here under world()
     }
   }
 
-  // A block of memory is freed; from now on `owner` may use it again at once. `recorded`: streams told by record_stream.
+  // A block of memory is freed; `owner` may use it again when the streams told by record_stream (`recorded`) have come as far
+  // as they are now, which includes what those had to wait for.
   void freed(Range r, int owner, const std::set<int>& recorded) {
     for (auto it = open.begin(); it != open.end();) {
       auto& a = *it;
       if (!(a.at.lo < r.hi && r.lo < a.at.hi)) { ++it; continue; }
       verify(a);
-      if (owner >= 0 && a.stream != owner && !recorded.count(a.stream) && !ordered(a, owner))
+      bool covered = ordered(a, owner) || std::any_of(recorded.begin(), recorded.end(), [&](int s) { return ordered(a, s); });
+      if (owner >= 0 && !covered)
         report("missing record_stream", a.op, a.stream, "free", owner, a.at);
       it = drop(it);
     }
