@@ -6,7 +6,7 @@
 __all__ = ['Batches', 'Views', 'Prefetcher', 'BuildRuntime', 'Step', 'waves', 'project', 'expert_rows', 'grouped_forward',
            'one_row', 'Stand', 'stand_in', 'slot_rows', 'Fetched', 'Whole', 'all_resident', 'HostCost',
            'cheaper_on_host', 'ByHost', 'by_host', 'measure_cost', 'ExpertParam', 'InOrder', 'eager_forward', 'repair',
-           'Traffic', 'Tables', 'Loads', 'Guesses', 'Room', 'Steps', 'Runtime', 'ForwardOnly', 'compute',
+           'Traffic', 'Tables', 'Starts', 'Loads', 'Guesses', 'Room', 'Steps', 'Runtime', 'ForwardOnly', 'compute',
            'expertflow_experts', 'strip', 'attach', 'lost', 'own_memory', 'offloaded']
 
 # %% ../nbs/10_runtime.ipynb #94816234
@@ -477,9 +477,9 @@ class Tables(Whole):
         except KeyError:
             return self._views[layer].setdefault(slot, self.store.views(layer, self.slab[slot]))
 
-# %% ../nbs/10_runtime.ipynb #4e204a6a
-class Loads(Tables):
-    "The part of the runtime that gets experts into their slots."
+# %% ../nbs/10_runtime.ipynb #66dce625
+class Starts(Tables):
+    "The part of the runtime that starts loads, and waits for them."
 
     def start(self, load: Load, urgent: bool = True) -> None:
         if self.poison:
@@ -499,6 +499,10 @@ class Loads(Tables):
             self.cache.count.loads += 1
             self.start(load)
             self.executor.wait(load.slot)
+
+# %% ../nbs/10_runtime.ipynb #6f33a991
+class Loads(Starts):
+    "The part of the runtime that gets experts into their slots."
 
     def arrive(self, step: LayerStep, expert: int, slot: int) -> None:
         "Waits for a load; on failure the expert is absent again and the error goes up."
