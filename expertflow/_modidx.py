@@ -231,6 +231,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'expertflow.config.Config.cpu_budget': ('config.html#config.cpu_budget', 'expertflow/config.py'),
                                    'expertflow.config.Config.gpu_budget': ('config.html#config.gpu_budget', 'expertflow/config.py'),
                                    'expertflow.config.Config.link_rate': ('config.html#config.link_rate', 'expertflow/config.py'),
+                                   'expertflow.config.Config.lookahead': ('config.html#config.lookahead', 'expertflow/config.py'),
                                    'expertflow.config.Config.make': ('config.html#config.make', 'expertflow/config.py'),
                                    'expertflow.config.Config.reserve': ('config.html#config.reserve', 'expertflow/config.py'),
                                    'expertflow.config.ConfigError': ('config.html#configerror', 'expertflow/config.py'),

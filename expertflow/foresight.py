@@ -122,7 +122,7 @@ class Tally:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"recall": self.recall(), "precision": self.precision()}
 
-# %% ../nbs/10a_foresight.ipynb #bbad097c
+# %% ../nbs/10a_foresight.ipynb #8283c9dc
 class Foresight:
     "A runtime's prefetcher that asks `predictor` about the next `lookahead` MoE layers. `close` takes it off again."
 
@@ -142,8 +142,7 @@ class Foresight:
         self.watch = Watch(taps, self.routed)
         runtime.prefetcher = self
 
-    def routed(self, layer: int, residual: Tensor, output: Any) -> None:
-        "A router has chosen: predict."
+    def routed(self, layer: int, residual: Tensor, output: Any) -> None:  # a router has chosen
         start = time.perf_counter()
         if layer == 0:
             self.own.expected = {}
