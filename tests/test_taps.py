@@ -5,9 +5,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from expertflow.bundled import cache_dir
 from expertflow.config import UnsupportedModelError
-from expertflow.flow import ExpertFlow
-from expertflow.taps import Watch, find_taps, read_routing
+from expertflow.flow import ExpertFlow, find_checkpoint
+from expertflow.taps import Watch, decoder_of, find_taps, read_routing, without_experts
 from expertflow.testing import FAMILIES, write_checkpoint
 
 IDS = torch.arange(5, 53).reshape(2, 24)
@@ -90,6 +91,44 @@ def test_offloaded_model_has_the_same_taps(family, folder):
         with torch.no_grad(): plain = flow.model(IDS).logits
         _, logits = assert_exact(flow.model, taps)
         assert torch.equal(logits, plain)
+
+
+SHARED_FIRST = {"qwen2_moe", "qwen3_next", "qwen3_5_moe_text", "hunyuan_v1_moe", "ernie4_5_moe", "minimax_m3_vl_text", "laguna"}
+SHARED_AFTER = {"granitemoeshared", "granitemoehybrid", "exaone_moe", "hy_v3", "aria_text", "deepseek_v2", "deepseek_v3", "glm4_moe",
+                "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "dots1", "solar_open", "nemotron_h"}
+
+
+@pytest.mark.parametrize("family", sorted(SHARED_FIRST | SHARED_AFTER | {"olmoe", "mixtral", "afmoe"}))
+def test_shared_expert_is_known_before_the_routed_ones(family, folder):
+    model = AutoModelForCausalLM.from_pretrained(write_checkpoint(family, folder / f"{family}-s", shard_bytes=None))
+    taps = find_taps(model)
+    assert {t.shared is not None and t.shared.first for t in taps} == {family in SHARED_FIRST}
+    assert {t.shared is not None for t in taps} == {family in SHARED_FIRST | SHARED_AFTER}   # afmoe has a norm after the sum
+    inside, outside, calls, after = {}, {}, [], {}
+    count = [t.shared.module.register_forward_hook(lambda *a: calls.append(1)) for t in taps if t.shared]
+    count += [model.get_submodule(decoder_of(model, t.experts)).register_forward_hook(
+        lambda m, a, out, i=t.layer: after.__setitem__(i, out[0] if isinstance(out, tuple) else out)) for t in taps]
+
+    def see(layer, r, out):
+        inside[layer], outside[layer] = taps[layer].known(r), taps[layer].known(r.clone())
+        assert taps[layer].sequences(r) == 2 and taps[layer].sequences(r.clone()) == 1
+        if taps[layer].shared is None: assert inside[layer] is r
+
+    with Watch(taps, see), without_experts(model, [t.experts for t in taps]), torch.no_grad(): model(IDS)
+    for h in count: h.remove()
+    assert len(calls) == sum(t.shared is not None for t in taps)        # the model's own call, no more
+    for t in taps:
+        torch.testing.assert_close(inside[t.layer], outside[t.layer])
+        if t.shared: torch.testing.assert_close(after[t.layer].flatten(0, -2), inside[t.layer], rtol=1e-4, atol=1e-4)
+    assert hooks(model) == 0 and not any(t.now.__dict__ for t in taps)
+
+
+def test_shared_experts_in_half_precision():
+    if not list((cache_dir() / "models").glob("smollm2-moe-*")): pytest.skip("smollm2-moe has not been assembled here")
+    model = AutoModelForCausalLM.from_pretrained(find_checkpoint("smollm2-moe"), dtype="auto")
+    taps = find_taps(model)
+    assert len(taps) == 29
+    assert all(t.shared and t.shared.gate is not None and t.shared.scale == 1 and t.shared.first for t in taps)
 
 
 def test_generating_hands_over_every_step(folder):
