@@ -94,8 +94,8 @@ def test_offloaded_model_has_the_same_taps(family, folder):
 
 
 SHARED_FIRST = {"qwen2_moe", "qwen3_next", "qwen3_5_moe_text", "hunyuan_v1_moe", "ernie4_5_moe", "minimax_m3_vl_text", "laguna"}
-SHARED_AFTER = {"granitemoeshared", "granitemoehybrid", "exaone_moe", "hy_v3", "aria_text", "deepseek_v2", "deepseek_v3", "glm4_moe",
-                "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "dots1", "solar_open", "nemotron_h"}
+SHARED_AFTER = {"granitemoeshared", "granitemoehybrid", "exaone_moe", "hy_v3", "aria_text", "deepseek_v2", "deepseek_v3",
+                "glm4_moe", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "dots1", "solar_open", "nemotron_h"}
 
 
 @pytest.mark.parametrize("family", sorted(SHARED_FIRST | SHARED_AFTER | {"olmoe", "mixtral", "afmoe"}))
