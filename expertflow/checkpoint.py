@@ -205,7 +205,7 @@ def find_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
         raise CheckpointError(f"{folder}: the index names {missing[0]}{more}, which is not there; download it again")
     return [folder / f for f in files], weight_map
 
-# %% ../nbs/02_checkpoint.ipynb #91c7b2bd
+# %% ../nbs/02_checkpoint.ipynb #b8b30563
 def _gather(files: Sequence[Path], weight_map: Mapping[str, str] | None) -> tuple[dict[str, TensorRef], dict[Path, Stamp]]:
     """The tensors of all `files`, each in one place only, and all those that the index promises."""
     tensors: dict[str, TensorRef] = {}
@@ -225,7 +225,7 @@ def _gather(files: Sequence[Path], weight_map: Mapping[str, str] | None) -> tupl
 
 def _folder_of(path: str | Path) -> Path:
     """The checkpoint's directory; a single .safetensors file stands for the directory it is in."""
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     if folder.is_file():
         folder = folder.parent
     if not folder.is_dir():

@@ -5,16 +5,17 @@
 # %% auto #0
 __all__ = ['generate', 'plan', 'check', 'bench', 'bench_device', 'parser', 'main']
 
-# %% ../nbs/14_cli.ipynb #2a52f19b
+# %% ../nbs/14_cli.ipynb #49937e93
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from .config import Config, ExpertFlowError, parse_bytes
 
-# %% ../nbs/14_cli.ipynb #8f608474
+# %% ../nbs/14_cli.ipynb #5b7de3ab
 def _settings(a: argparse.Namespace) -> dict[str, Any]:
     "The configuration keys that were given on the command line."
     keys = {"model": "model_path", "gpu_memory": "gpu_memory_budget", "cpu_memory": "cpu_memory_budget"}
@@ -26,15 +27,15 @@ def _settings(a: argparse.Namespace) -> dict[str, Any]:
             raise ExpertFlowError(f"--set {item}: write --set KEY=VALUE, e.g. --set eviction_policy=lru")
         try:
             found[key.strip()] = json.loads(value)
-        except ValueError:
-            found[key.strip()] = value  # a bare word
+        except (ValueError, RecursionError):
+            found[key.strip()] = value  # a bare word, or nothing that a setting can be
     return found
 
-# %% ../nbs/14_cli.ipynb #5f100c5b
+# %% ../nbs/14_cli.ipynb #6906e4d3
 def generate(a: argparse.Namespace) -> int:
     "Streams the answer; with --json prints one JSON object at the end instead."
     cfg = Config.make(a.config, **_settings(a))
-    _check_numbers(a)
+    _check_request(a)
     from expertflow.flow import ExpertFlow
 
     _quiet()
@@ -65,12 +66,16 @@ def _quiet() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
-# %% ../nbs/14_cli.ipynb #d2fcd135
-def _check_numbers(a: argparse.Namespace) -> None:
+# %% ../nbs/14_cli.ipynb #87828ef2
+def _check_request(a: argparse.Namespace) -> None:
+    try:
+        a.prompt.encode()
+    except UnicodeEncodeError as e:  # bytes that the shell passed on as they were
+        raise ExpertFlowError(f"PROMPT: not UTF-8 text (character {e.start})") from None
     if a.max_new_tokens < 1:
         raise ExpertFlowError(f"--max-new-tokens {a.max_new_tokens}: at least 1")
-    if not 0 <= a.temperature < float("inf"):
-        raise ExpertFlowError(f"--temperature {a.temperature}: 0 (greedy) or more")
+    if a.temperature and not 0.001 <= a.temperature < float("inf"):  # logits are divided by it: below, they overflow
+        raise ExpertFlowError(f"--temperature {a.temperature}: 0 (greedy), or 0.001 and more")
     if not 0 <= a.seed < 2**63:
         raise ExpertFlowError(f"--seed {a.seed}: 0 or more, and below 2**63")
 
@@ -115,7 +120,7 @@ def _where(path: str) -> str:
 
     return str(bundled.ensure(path)) if path in bundled.NAMES else path
 
-# %% ../nbs/14_cli.ipynb #0eb7176b
+# %% ../nbs/14_cli.ipynb #d4d1c0d0
 def check(a: argparse.Namespace) -> int:
     "The environment."
     from expertflow.hardware import environment
@@ -129,6 +134,7 @@ def bench(a: argparse.Namespace) -> int:
     import tempfile
     from pathlib import Path
 
+    _check_bench(a)
     _quiet()
     from expertflow.bench import as_json, measure, table
 
@@ -151,6 +157,7 @@ def bench_device(a: argparse.Namespace) -> int:
     import tempfile
     from pathlib import Path
 
+    _check_bench(a)
     _quiet()
     from expertflow.devicebench import device_for, device_text, measure_device
 
@@ -162,6 +169,17 @@ def bench_device(a: argparse.Namespace) -> int:
         result["model"] = {"name": name, **result["model"]}
         print(json.dumps(result) if a.json else device_text(result))
     return 0
+
+# %% ../nbs/14_cli.ipynb #d012c571
+def _check_bench(a: argparse.Namespace) -> None:
+    from expertflow.config import parse_budget
+
+    least = {"rounds": 1, "max_new_tokens": 2, "layers": 1}  # the first token is not decoded: a rate needs a second one
+    for name, n in least.items():
+        if getattr(a, name) < n:
+            raise ExpertFlowError(f"--{name.replace('_', '-')} {getattr(a, name)}: at least {n}")
+    for budget in a.budgets:
+        parse_budget(budget)
 
 # %% ../nbs/14_cli.ipynb #0e617f73
 def parser() -> argparse.ArgumentParser:
@@ -217,18 +235,31 @@ def _more(sub: Any) -> None:
     for x in (q, c, b, d):
         x.add_argument("--json", action="store_true")
 
-# %% ../nbs/14_cli.ipynb #13478150
+# %% ../nbs/14_cli.ipynb #58f5c5c7
 def main(argv: Sequence[str] | None = None) -> int:
     "Entry point; returns the exit status."
-    a = parser().parse_args(argv)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
     try:
-        return a.run(a)
+        try:
+            a = parser().parse_args(argv)
+            return a.run(a)
+        finally:
+            if sys.stdout:  # None if it was closed before we began
+                sys.stdout.flush()
     except ExpertFlowError as e:
-        print(f"expertflow: error: {e}", file=sys.stderr)
-        return 2
+        return _say(f"error: {e}", 2)
     except KeyboardInterrupt:
-        print("expertflow: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # `| head`: the reader has what it wanted
-        sys.stderr.close()
+        return _say("interrupted", 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as e:
+        if e.errno is None:  # not the system's word
+            raise
+        return _say(f"error: {e.strerror}" + (f": {e.filename}" if e.filename else ""), 2)
+
+def _say(text: str, status: int) -> int:
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    print(f"expertflow: {line}", file=sys.stderr)
+    return status

@@ -7,10 +7,11 @@ __all__ = ['WEIGHTS', 'POLICIES', 'IMPLEMENTATIONS', 'DTYPES', 'HOST_COMPUTE', '
            'BudgetError', 'CheckpointError', 'UnsupportedModelError', 'LoadError', 'TraceError', 'parse_bytes',
            'fmt_bytes', 'Share', 'parse_budget', 'Config', 'load_config', 'make_config']
 
-# %% ../nbs/00_config.ipynb #dbdcf2af
+# %% ../nbs/00_config.ipynb #e6b2a75a
 import difflib
 import json
 import math
+import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -323,7 +324,7 @@ def _as_table(c: Config) -> str:
         rows.append(f"{star} {f.name:<24}{text}")
     return "\n".join(rows)
 
-# %% ../nbs/00_config.ipynb #a5a54a99
+# %% ../nbs/00_config.ipynb #7d231722
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     "A JSON object, unless a key occurs twice in it."
     seen = dict(pairs)
@@ -341,11 +342,13 @@ def _parse_text(path: Path, text: str) -> Any:
         line = int(at[1]) if at and at[1] else text.count("\n") + 1
         raise ConfigError(f"line {line}: not valid TOML: {str(e)[:at.start()] if at else e}") from None
     except RecursionError: raise ConfigError("nested too deeply; a configuration is one flat table") from None
+    except ConfigError: raise
+    except ValueError: raise ConfigError("holds a number of thousands of digits; no setting is that large") from None
 
-# %% ../nbs/00_config.ipynb #8a49ea3f
+# %% ../nbs/00_config.ipynb #68044d2e
 def load_config(path: str | Path) -> dict[str, Any]: # key -> value, not yet checked
     "The settings in a JSON or TOML file."
-    p = Path(path).expanduser()
+    p = Path(os.path.expanduser(path))  # unlike Path.expanduser, leaves the ~ of somebody unknown as it is
     try:
         if p.suffix.lower() not in (".json", ".toml"): raise ConfigError("unknown kind of file; name it .json or .toml")
         table = _parse_text(p, p.read_text(encoding="utf-8-sig"))
@@ -354,6 +357,7 @@ def load_config(path: str | Path) -> dict[str, Any]: # key -> value, not yet che
     except UnicodeDecodeError as e: raise ConfigError(f"{p}: not UTF-8 text (byte {e.start}); save it as UTF-8") from None
     except OSError as e: raise ConfigError(f"{p}: cannot be read ({e.strerror}); check the path and its permissions") from None
     except ConfigError as e: raise ConfigError(f"{p}: {e}") from None
+    except ValueError as e: raise ConfigError(f"{_show(path)}: cannot be the path of a file ({e})") from None
     return table
 
 # %% ../nbs/00_config.ipynb #a4c6896e

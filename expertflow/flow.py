@@ -9,10 +9,11 @@ __all__ = ['find_checkpoint', 'Room', 'look_around', 'plan_for', 'staging_bytes'
            'threshold_of', 'segment_slots', 'build_runtime', 'rebudget', 'encode', 'stream_text', 'Report',
            'measured_peak', 'make_report', 'report_table']
 
-# %% ../nbs/10b_flow.ipynb #d1c2e4bf
+# %% ../nbs/10b_flow.ipynb #52ae8167
 import contextlib
 import functools
 import json
+import os
 import threading
 import time
 import weakref
@@ -44,10 +45,10 @@ from .ledger import Inventory, Ledger, Plan, admit_kv, inventory, make_plan
 from .mover import AcceleratorExecutor, CpuExecutor, Executor, Link, Slab
 from .runtime import Runtime, offloaded
 
-# %% ../nbs/10b_flow.ipynb #b6afe6af
+# %% ../nbs/10b_flow.ipynb #d1701bf1
 def find_checkpoint(name: str | Path) -> Path:
     "The folder of a checkpoint: as given, assembled from the bundled recipe, or fetched from the hub."
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     try:
         if path.is_dir():
             return path

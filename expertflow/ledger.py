@@ -8,9 +8,10 @@ __all__ = ['PARTS', 'Fields', 'FITS', 'OFFLOAD', 'CANNOT', 'part_of', 'Component
            'workspace_bytes', 'Inventory', 'inventory', 'with_bits', 'Plan', 'bytes_per_token', 'check_plan',
            'make_plan', 'Books', 'Ledger', 'admit_kv', 'max_length']
 
-# %% ../nbs/03_ledger.ipynb #1a72759a
+# %% ../nbs/03_ledger.ipynb #634be417
 import json
 import math
+import os
 import re
 import threading
 from collections import Counter
@@ -59,14 +60,14 @@ class Component:
     def __add__(self, other: "Component") -> "Component":
         return Component(self.params + other.params, self.nbytes + other.nbytes, self.stored + other.stored)
 
-# %% ../nbs/03_ledger.ipynb #1ffaf8ff
+# %% ../nbs/03_ledger.ipynb #b25a8294
 def read_config(source: Any) -> Any: # a transformers config of the text model
     "The model's configuration from a folder, a config.json, a dict or a ready transformers config."
     from transformers import AutoConfig, PretrainedConfig
     if isinstance(source, PretrainedConfig): return source
     if isinstance(source, Mapping): where, raw = "the configuration", dict(source)
     else:
-        path = Path(source).expanduser()
+        path = Path(os.path.expanduser(source))
         where, raw = _read_json(path if path.suffix == ".json" else path / "config.json")
     kind = raw.pop("model_type", None)
     if not isinstance(kind, str): raise CheckpointError(f"{where}: names no model_type; is it the configuration of a model?")
@@ -466,10 +467,10 @@ def _dtype_of(config: Any, dtype: str | None, tensors: Mapping[str, Any]) -> "to
 
 _FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
-# %% ../nbs/03_ledger.ipynb #1dbe8b06
+# %% ../nbs/03_ledger.ipynb #2d0bbf59
 def _stored(source: Any) -> tuple[dict[str, int], dict[str, str]]: # bytes and type by tensor
     "What a checkpoint's headers say, if there are files."
-    if not isinstance(source, (str, Path)) or not any(Path(source).expanduser().glob("*.safetensors")): return {}, {}
+    if not isinstance(source, (str, Path)) or not any(Path(os.path.expanduser(source)).glob("*.safetensors")): return {}, {}
     tensors = Checkpoint.open(source).tensors
     return {name: t.nbytes for name, t in tensors.items()}, {name: t.dtype for name, t in tensors.items()}
 

@@ -161,6 +161,11 @@ GENERATE = {
     "device": (["--device", "cuda:9"], "cuda"),
     "odd device": (["--device", "tpu7"], "tpu7"),
     "negative temperature": (["--temperature=-1", "--max-new-tokens", "4"], "--temperature"),
+    "tiny temperature": (["--temperature", "1e-300", "--max-new-tokens", "4"], "0.001"),
+    "set nested": (["--set", "context=" + "[" * 100_000], "context="),
+    "nobody's home": (["--model", "~nobody-here/x"], "~nobody-here/x"),
+    "nobody's config": (["--config", "~nobody-here/x.json"], "no such configuration file"),
+    "escapes": (["--model", "a\n\x1b[2Jb/c/d"], "a\\"),
     "huge seed": (["--seed", "1" + "0" * 20, "--max-new-tokens", "4"], "--seed"),
     "huge context": (["--context", "1" + "0" * 12], "context=1000000000000"),
 }
@@ -184,6 +189,30 @@ def test_more_errors(fails, path, tmp_path):
     assert "hit_rate" in fails("plan", path, "--gpu-memory", "1GB", "--hit-rate", 7)
     assert "context" in fails("plan", path, "--gpu-memory", "1GB", "--context", 0)
     assert "int4" in fails("plan", path, "--gpu-memory", "1GB", "--dtype", "int4")
+    assert r"one\nline" in fails("plan", "one\nline", "--gpu-memory", "1GB")
+    assert "~nobody-here" in fails("plan", "~nobody-here/x", "--gpu-memory", "1GB")
+    assert "UTF-8" in fails("generate", "a \udcff", "--model", path)
+    file = tmp_path / "digits.json"
+    file.write_text('{"context": ' + "9" * 5000 + "}")
+    assert "digits.json: holds a number" in fails("generate", PROMPT, "--config", file)
+
+
+BENCH = {
+    "--rounds 0: at least 1": ["--rounds", 0],
+    "--max-new-tokens 1: at least 2": ["--max-new-tokens", 1],
+    "--layers -1: at least 1": ["--layers", -1],
+    "'lots'": ["--budgets", "50%", "lots"],
+    "'-1GB'": ["--budgets=-1GB"],
+}
+
+
+@pytest.mark.parametrize("command", ["bench", "bench-device"])
+@pytest.mark.parametrize("words", BENCH)
+def test_a_benchmark_that_cannot_be(command, words, fails, monkeypatch):
+    "Is refused before a model is made or loaded."
+    monkeypatch.setitem(sys.modules, "expertflow.bench", None)
+    monkeypatch.setitem(sys.modules, "expertflow.devicebench", None)
+    assert words in fails(command, "--model", "random-olmoe", *BENCH[words])
 
 
 def test_an_error_in_a_process_of_its_own(process, path):
@@ -225,3 +254,30 @@ def test_reader_goes_away(repo, path):
     assert p.stdout.read(1)
     p.stdout.close()
     assert p.wait(60) == 0 and "Traceback" not in p.stderr.read()
+
+
+@pytest.mark.parametrize("command", [["--help"], ["plan", "PATH", "--gpu-memory", "1GB"], ["check", "--json"]])
+def test_nobody_reads(command, repo, path):
+    "What is written at the end of a command finds no reader: neither a traceback nor Python's complaint at exit."
+    p = start(*[str(path) if x == "PATH" else x for x in command], repo=repo)
+    p.stdout.close()
+    assert p.wait(120) == 0 and p.stderr.read() == ""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+def test_a_full_disk(repo, path):
+    "What the system refuses is one line, too."
+    with open("/dev/full", "w") as full:
+        command = [*ENTRY, "plan", str(path), "--gpu-memory", "1GB"]
+        env = {**os.environ, "PYTHONPATH": str(repo)}
+        p = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=env, timeout=120)
+    assert p.returncode == 2 and p.stderr == "expertflow: error: No space left on device\n", p.stderr
+
+
+def test_a_terminal_of_few_letters(process, path):
+    "The tiny model writes bytes that are no text; a terminal in ASCII shows question marks for them."
+    kw = ("--model", path, "--context", 128, "--max-new-tokens", 16)
+    text = process("generate", PROMPT, *kw)[1]
+    code, out, err = process("generate", PROMPT, *kw, env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
+    assert code == 0 and not err and not text.isascii()
+    assert out == text.encode("ascii", "replace").decode()
