@@ -4,9 +4,11 @@
 
 # %% auto #0
 __all__ = ['FORMAT', 'VERSION', 'DECODE', 'BEGIN', 'Columns', 'columns', 'row_bytes', 'Trace', 'from_bf16', 'to_bf16',
-           'TraceWriter', 'append', 'load_trace', 'verify', 'save_trace', 'widths', 'import_trace', 'assemble']
+           'TraceWriter', 'append', 'load_trace', 'verify', 'save_trace', 'widths', 'import_trace', 'assemble',
+           'activations', 'activation_share', 'entropy', 'next_token_reuse', 'reuse_distances', 'distinct_experts',
+           'top_choice', 'mutual_information', 'Cold', 'cold_experts', 'statistics', 'statistics_table']
 
-# %% ../nbs/04_trace.ipynb #469f3186
+# %% ../nbs/04_trace.ipynb #d061fcfe
 import json
 import math
 import os
@@ -21,7 +23,7 @@ from typing import Any, NoReturn, Self
 
 import numpy as np
 
-from .config import TraceError
+from .config import TraceError, fmt_bytes
 
 # %% ../nbs/04_trace.ipynb #69365dd5
 FORMAT, VERSION = "expertflow trace", 1
@@ -236,7 +238,7 @@ def append(
         w.labels |= labels or {}
         _write(w, rows)
 
-# %% ../nbs/04_trace.ipynb #029a4331
+# %% ../nbs/04_trace.ipynb #8908c4ea
 def _put(w: TraceWriter, rows: dict[str, np.ndarray], name: str, x: np.ndarray) -> None:
     whole = rows[name]
     fits = x.ndim == 3 and x.shape[:2] == whole.shape[:2] and x.shape[2] <= whole.shape[2]
@@ -262,6 +264,8 @@ def _checked(w: TraceWriter, ids: np.ndarray) -> np.ndarray:
         )
     return np.where(none, w.pad, ids)
 
+
+# %% ../nbs/04_trace.ipynb #b1c0e074
 def _structure(w: TraceWriter, rows: dict[str, np.ndarray]) -> None:
     "Counts passes and sequences, and marks where a sequence begins."
     step, seq, had = rows["step"], rows["sequence"], len(w.lengths)
@@ -447,7 +451,7 @@ def _from_npz(file: Path, num_experts: int | None, top_k: int | None) -> Trace:
     return assemble(ids, weights, (n,) * ids.shape[1], np.repeat(np.arange(len(lengths)), lengths), None, True, file,
                     labels=_labels_beside(file, len(lengths)))  # fmt: skip
 
-# %% ../nbs/04_trace.ipynb #1e8fadb4
+# %% ../nbs/04_trace.ipynb #26049b82
 def assemble(
     ids: np.ndarray,  # [T, L, K], -1: none
     weights: np.ndarray | None,  # [T, L, K]
@@ -483,22 +487,12 @@ def _labels_beside(file: Path, n: int) -> list[Any] | None:
         labels = json.loads(beside.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
         raise TraceError(f"{beside}: line {getattr(e, 'lineno', 1)}: not valid JSON; repair it, or move it away") from None
-    if not isinstance(labels, list) or len(labels) != n:
-        raise TraceError(f"{beside}: labels of {len(labels)} sequences, {file.name} has {n}; move it away if it is not its own")
+    have = len(labels) if isinstance(labels, list) else "no"
+    if have != n:
+        raise TraceError(f"{beside}: labels of {have} sequences, {file.name} has {n}; move it away if it is not its own")
     return labels
 
-# %% ../nbs/04_trace.ipynb #e8e4318d
-def _from_csv(file: Path, num_experts: int | None, top_k: int | None) -> Trace:
-    table = _Table(file)
-    if table.comments and table.comments[0][1].startswith("route_trace"):
-        if (kind := table.comments[0][1]) != "route_trace v1":
-            raise TraceError(f"{file}: line {table.comments[0][0]}: {kind!r:.40}; route_trace v1 can be imported")
-        return _from_route_trace(table, num_experts, top_k)
-    return _from_pairs(table, num_experts, top_k)
-
-
-
-# %% ../nbs/04_trace.ipynb #ad97ffcf
+# %% ../nbs/04_trace.ipynb #a635bd4d
 class _Lines:
     "Columns of numbers, with the line of the file that each row came from."
 
@@ -519,6 +513,15 @@ class _Lines:
         if bad.any():
             i = int(np.argmax(bad))
             self.fail(self.line[i], why.format(**{n: r[i] for n, r in zip(self.names, self.rows, strict=True)}))
+
+def _from_csv(file: Path, num_experts: int | None, top_k: int | None) -> Trace:
+    table = _Table(file)
+    if table.comments and table.comments[0][1].startswith("route_trace"):
+        if (kind := table.comments[0][1]) != "route_trace v1":
+            raise TraceError(f"{file}: line {table.comments[0][0]}: {kind!r:.40}; route_trace v1 can be imported")
+        return _from_route_trace(table, num_experts, top_k)
+    return _from_pairs(table, num_experts, top_k)
+
 
 
 # %% ../nbs/04_trace.ipynb #e39e4707
@@ -630,3 +633,174 @@ def _from_pairs(t: _Table, num_experts: int | None, top_k: int | None) -> Trace:
     about = {"layer_numbers": numbers.tolist()}
     sequence = np.zeros(len(ids), np.int64)
     return assemble(ids, weights, (E,) * len(numbers), sequence, None, True, t.file, about=about)
+
+# %% ../nbs/04_trace.ipynb #7ab9f57c
+def activations(trace: Trace) -> np.ndarray:  # int64 [L, E]; 0 where a layer has fewer experts
+    "How many tokens went to each expert."
+    E = max(trace.num_experts)
+    return np.stack([np.bincount(trace.ids[:, layer].ravel(), minlength=trace.pad + 1)[:E] for layer in range(trace.n_layers)])
+
+def activation_share(trace: Trace) -> np.ndarray:  # [L, E]
+    "The share of a layer's activations that each expert has; the rows sum to 1."
+    n = activations(trace)
+    return n / np.maximum(n.sum(1, keepdims=True), 1)
+
+def entropy(trace: Trace) -> np.ndarray:  # [L] bits; log2(E) if all experts are used alike
+    "Entropy of the experts' shares in each layer."
+    p = activation_share(trace)
+    return -(p * np.log2(np.where(p > 0, p, 1))).sum(1)
+
+# %% ../nbs/04_trace.ipynb #89199b94
+def _along(trace: Trace) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    "Rows in the order of the texts, the sequence of each, and its position in it."
+    rows = np.argsort(trace.sequence, kind="stable")
+    seq = np.asarray(trace.sequence)[rows]
+    starts = np.flatnonzero(np.diff(seq, prepend=-1))
+    return rows, seq, np.arange(len(seq)) - np.repeat(starts, np.diff([*starts, len(seq)]))
+
+def next_token_reuse(trace: Trace) -> np.ndarray:  # [L]; NaN if no sequence has two tokens
+    "The share of a token's experts to which the token before it in the text went, too."
+    rows, _, at = _along(trace)
+    out = np.full(trace.n_layers, np.nan)
+    for layer in range(trace.n_layers):
+        ids = trace.ids[:, layer][rows]
+        now, before = ids[1:][at[1:] > 0], ids[:-1][at[1:] > 0]
+        real = now != trace.pad
+        if real.any():
+            out[layer] = (now[:, :, None] == before[:, None, :]).any(2)[real].mean()
+    return out
+
+_NEVER = 1 << 40
+
+def _gaps(trace: Trace, layer: int, rows: np.ndarray, seq: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    "For each use of an expert: the row (of `rows`), and how many tokens before it the last use in the text was."
+    ids = trace.ids[:, layer][rows]
+    t, k = np.nonzero(ids != trace.pad)
+    key = seq[t].astype(np.int64) * trace.pad + ids[t, k]
+    order = np.argsort(key, kind="stable")  # uses of one expert in one text follow each other, in the order of the text
+    t, again = t[order], np.diff(key[order], prepend=-1) == 0
+    return t, np.where(again, np.diff(at[t], prepend=0), _NEVER)
+
+def reuse_distances(trace: Trace, most: int = 256) -> np.ndarray:  # int64 [L, most + 1]
+    "How many uses of an expert came 1, 2, ... `most` tokens after its last one in the text; the last column: later, or first."
+    rows, seq, at = _along(trace)
+    out = np.zeros((trace.n_layers, most + 1), np.int64)
+    for layer in range(trace.n_layers):
+        _, gap = _gaps(trace, layer, rows, seq, at)
+        out[layer] = np.bincount(np.minimum(gap, most + 1), minlength=most + 2)[1:]
+    return out
+
+# %% ../nbs/04_trace.ipynb #83c8189f
+def distinct_experts(trace: Trace, windows: Sequence[int]) -> np.ndarray:  # [L, windows]; NaN: no sequence is that long
+    "Mean number of different experts of a layer that so many consecutive tokens of a text use (in windows side by side)."
+    rows, seq, at = _along(trace)
+    length = np.bincount(seq)[seq]  # of the sequence of each row
+    out = np.full((trace.n_layers, len(windows)), np.nan)
+    for layer in range(trace.n_layers):
+        t, gap = _gaps(trace, layer, rows, seq, at)
+        for i, w in enumerate(windows):
+            whole = at < length // w * w  # windows that the end of a text cuts off do not count
+            new = whole[t] & (gap > at[t] % w)  # the last use was before this window
+            if whole.any():
+                out[layer, i] = new.sum() / (whole.sum() // w)
+    return out
+
+# %% ../nbs/04_trace.ipynb #ff91d85c
+def top_choice(trace: Trace) -> np.ndarray:  # [T, L]
+    "The expert with the largest weight (the first, if weights are not known); `pad`: none."
+    w = np.where(trace.ids == trace.pad, -np.inf, np.nan_to_num(trace.weights.astype(np.float32), nan=0.0))
+    return np.take_along_axis(np.asarray(trace.ids), w.argmax(2)[..., None], 2)[..., 0]
+
+def mutual_information(trace: Trace, most: int = 200_000) -> np.ndarray:  # [L, L] bits; the diagonal: entropies
+    "What the top choice of one layer says about that of another, from the first `most` tokens."
+    top, E = top_choice(trace[:most]).astype(np.int64), max(trace.num_experts)
+    out = np.zeros((trace.n_layers, trace.n_layers))
+    for a in range(trace.n_layers):
+        for b in range(a, trace.n_layers):
+            both = (top[:, a] < E) & (top[:, b] < E)  # both layers routed the token
+            n = np.bincount(top[both, a] * E + top[both, b], minlength=E * E).reshape(E, E)
+            out[a, b] = out[b, a] = _information(n)
+    return out
+
+def _information(n: np.ndarray) -> float:  # n: counts [E, E]
+    "Mutual information of a table of counts in bits, less its first-order bias."
+    p = n / max(1, n.sum())
+    q = p.sum(1, keepdims=True) * p.sum(0, keepdims=True)
+    found = p > 0
+    plain = float((p[found] * np.log2(p[found] / q[found])).sum())
+    surplus = found.sum() - (p.sum(1) > 0).sum() - (p.sum(0) > 0).sum() + 1
+    return max(0.0, plain - surplus / (2 * math.log(2) * max(1, n.sum())))
+
+# %% ../nbs/04_trace.ipynb #824dcf9f
+@dataclass(frozen=True)
+class Cold:
+    "Experts to be left on the host."
+    experts: list[tuple[int, int]]  # (layer, expert), the coldest first
+    total: int  # experts of the model
+    share: float  # of all activations in the trace are theirs
+    loads: float  # of them per token, at most: each activation one load
+    nbytes: int | None  # what they would take on the device; None: bytes are not known
+
+    def __str__(self) -> str:
+        size = "" if self.nbytes is None else f", {fmt_bytes(self.nbytes)} less on the device"
+        some = f"{len(self.experts)} of {self.total} experts ({len(self.experts) / self.total:.1%})"
+        return f"{some} are cold: {self.share:.2%} of all activations, at most {self.loads:.3g} loads per token{size}"
+
+def cold_experts(
+    trace: Trace,
+    share: float = 0.01,  # of all activations that may need a load
+    expert_bytes: int | Sequence[int] | None = None,  # of an expert, or of each layer's; None: what the trace says
+) -> Cold:
+    "The least used experts which together have at most `share` of all activations."
+    if not 0 <= share < 1:
+        raise TraceError(f"share={share}: a share of all activations is wanted, from 0 up to below 1 (0.01 is one percent)")
+    n = activations(trace)
+    every = [(layer, e) for layer, E in enumerate(trace.num_experts) for e in range(E)]
+    uses = np.array([n[x] for x in every])
+    order = np.argsort(uses, kind="stable")
+    up_to = np.searchsorted(np.cumsum(uses[order]), share * uses.sum() + 1e-9, "right")
+    cold = [every[i] for i in order[:up_to].tolist()]
+    part = float(uses[order[:up_to]].sum() / max(1, uses.sum()))
+    size = expert_bytes if expert_bytes is not None else trace.about.get("expert_bytes")
+    of = [size] * trace.n_layers if isinstance(size, int) else size
+    nbytes = sum(int(of[layer]) for layer, _ in cold) if of else None
+    return Cold(cold, len(every), part, part * float(uses.sum()) / max(1, len(trace)), nbytes)
+
+# %% ../nbs/04_trace.ipynb #24b14d1b
+def statistics(trace: Trace, share: float = 0.01) -> dict[str, Any]:
+    "What a trace says, as plain values; `share`: of activations that cold experts may have."
+    n, p = activations(trace), np.sort(activation_share(trace), 1)[:, ::-1]
+    quarter = [p[layer, : max(1, E // 4)].sum() for layer, E in enumerate(trace.num_experts)]
+    near, windows, c = reuse_distances(trace, 8), (16, 64), cold_experts(trace, share)
+    per_layer = {
+        "experts": list(trace.num_experts), "top_k": widths(trace), "used": (n > 0).sum(1).tolist(), "entropy": entropy(trace),
+        "top_quarter": quarter, "reuse": next_token_reuse(trace),
+        "reuse_within_8": near[:, :8].sum(1) / np.maximum(1, near.sum(1)),
+        **{f"distinct_in_{w}": x for w, x in zip(windows, distinct_experts(trace, windows).T, strict=True)},
+    }  # fmt: skip
+    total = {"tokens": len(trace), "decoded": int(trace.decode.sum()), "sequences": len(np.unique(trace.sequence)),
+             "passes": len(np.unique(trace.step)), "model": trace.about.get("model"),
+             "source": trace.about.get("source")}  # fmt: skip
+    cold = {"share": share, "experts": c.experts, "of": c.total, "activations": c.share, "loads_per_token": c.loads,
+            "bytes": c.nbytes, "text": str(c)}  # fmt: skip
+    return total | {"layers": {k: [_plain(x) for x in v] for k, v in per_layer.items()}, "cold": cold}
+
+def _plain(x: Any) -> int | float | None:
+    "For JSON: no numpy, no NaN."
+    return None if x != x else int(x) if isinstance(x, (int, np.integer)) else round(float(x), 4)
+
+def statistics_table(s: Mapping[str, Any]) -> str:
+    "The same for people: a line for each layer."
+    head = {"experts": "experts", "top_k": "k", "used": "used", "entropy": "entropy", "top_quarter": "top 1/4", "reuse": "reuse",
+            "reuse_within_8": "within 8", "distinct_in_16": "in 16", "distinct_in_64": "in 64"}  # fmt: skip
+    percent = ("top_quarter", "reuse", "reuse_within_8")
+
+    def cell(key: str, x: Any) -> str:
+        return "-" if x is None else f"{x:.1%}" if key in percent else f"{x:.2f}" if isinstance(x, float) else str(x)
+
+    rows = [[str(i), *(cell(k, s["layers"][k][i]) for k in head)] for i in range(len(s["layers"]["experts"]))]
+    table = [["layer", *head.values()], *rows]
+    wide = [max(len(r[i]) for r in table) for i in range(len(head) + 1)]
+    lines = ["  ".join(x.rjust(w) for x, w in zip(r, wide, strict=True)) for r in table]
+    of = f"{s['sequences']} sequences and {s['passes']} passes of {s['model'] or s['source']}"
+    return "\n".join([f"{s['tokens']} tokens ({s['decoded']} decoded) in {of}", "", *lines, "", s["cold"]["text"]])
