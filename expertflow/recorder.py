@@ -208,7 +208,7 @@ class Queue(Hooks):
             while self.waiting and (self.waiting[0].there() or len(self.waiting) > WAITING):
                 write(self, self.waiting.popleft())
 
-# %% ../nbs/04b_recorder.ipynb #d6ef41de
+# %% ../nbs/04b_recorder.ipynb #c8129089
 class Recorder(Queue):
     "Records a model's routing until `close()`; use it with `with`. `label` is given to the texts that begin from now on."
 
@@ -236,7 +236,7 @@ class Recorder(Queue):
         while self.undo:
             self.undo.pop()()
 
-    def close(self) -> None:
+    def close(self, broken: bool = False) -> None:
         "Ends the recording and completes the trace."
         if self.closed:
             return
@@ -246,7 +246,7 @@ class Recorder(Queue):
             try:
                 while self.waiting:
                     write(self, self.waiting.popleft())
-                if self.writer is None:
+                if self.writer is None and not broken:
                     warnings.warn("nothing ran through the model while it was recorded, or only compiled code did", stacklevel=3)
             finally:
                 writer_of(self).close()
@@ -254,8 +254,8 @@ class Recorder(Queue):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *error: object) -> None:
+        self.close(broken=kind is not None)
 
 # %% ../nbs/04b_recorder.ipynb #5b5027b6
 def _during_prefill(model: Any, own: threading.local) -> Any:

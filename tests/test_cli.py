@@ -281,3 +281,47 @@ def test_a_terminal_of_few_letters(process, path):
     code, out, err = process("generate", PROMPT, *kw, env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
     assert code == 0 and not err and not text.isascii()
     assert out == text.encode("ascii", "replace").decode()
+
+
+def test_trace(run, path, tmp_path):
+    "Recorded, and looked at again; the trace says what the text was."
+    import lzma
+
+    (tmp_path / "a.txt").write_text("A few of the experts are needed. " * 30)
+    (tmp_path / "b.txt.xz").write_bytes(lzma.compress(b"The lazy dog."))
+    texts = (tmp_path / "a.txt", tmp_path / "b.txt.xz")
+    code, out, _ = run("trace", "--model", path, "--text", *texts, "--out", tmp_path / "t", "--block", 50, "--generate", 3,
+                       "--context", 64, "--hidden", "input", "--json")  # fmt: skip
+    s = json.loads(out)
+    assert code == 0 and s["decoded"] == 2 * s["sequences"] and s["cold"]["of"] == sum(s["layers"]["experts"]) > 0
+    code, again, _ = run("trace", "--stats", tmp_path / "t", "--json")
+    assert code == 0 and json.loads(again) == s
+    code, text, _ = run("trace", "--stats", tmp_path / "t", "--cold", "0.2")
+    assert code == 0 and text.startswith(f"{s['tokens']} tokens") and "cold" in text
+
+    from expertflow.trace import load_trace
+    t = load_trace(tmp_path / "t")
+    assert set(t.labels) == {"a.txt", "b.txt.xz"} and t.hidden is not None and t.about["hidden"] == "router input"
+
+
+def test_trace_statistics_need_no_torch(process, tmp_path):
+    (tmp_path / "p.csv").write_text("0,1\n0,2\n1,3\n1,4\n0,5\n0,6\n1,7\n1,0\n")
+    code = "import sys; sys.modules['torch'] = None; from expertflow.cli import main; sys.exit(main(['trace', *sys.argv[1:]]))"
+    done = subprocess.run([sys.executable, "-c", code, "--stats", str(tmp_path / "p.csv")], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("2 tokens"), done.stderr
+
+
+def test_trace_errors(fails, path, tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "odd.txt").write_bytes(b"\xff\xff")
+    (tmp_path / "p.csv").write_text("0,1\n0,x\n")
+    record = ("trace", "--model", path, "--out", tmp_path / "t", "--text")
+    assert "--stats FOLDER" in fails("trace")
+    assert "--stats FOLDER" in fails("trace", "--text", tmp_path / "empty.txt")
+    assert "p.csv: line 2" in fails("trace", "--stats", tmp_path / "p.csv")
+    assert "no trace.json" in fails("trace", "--stats", tmp_path)
+    assert "cannot be read as UTF-8" in fails(*record, tmp_path / "odd.txt")
+    assert "cannot be read as UTF-8" in fails(*record, tmp_path / "missing.txt")
+    assert "at most --context" in fails(*record, tmp_path / "odd.txt", "--block", 5000)
+    assert "no text" in fails(*record, tmp_path / "empty.txt", "--context", 600)
+    assert "share" in fails("trace", "--stats", tmp_path / "t", "--cold", 2)
