@@ -45,7 +45,7 @@ class Evictor(Protocol):
         "Worth of keeping each of `ids`; the lowest goes first."
         ...
 
-# %% ../nbs/05_cache.ipynb #e56e567e
+# %% ../nbs/05_cache.ipynb #aa94ca15
 ABSENT = -1
 
 class Residency:
@@ -64,6 +64,7 @@ class Residency:
         self.loading = np.zeros(n_slots, bool)
         self.pins = np.zeros(n_slots, np.int32)
         self.expected = np.zeros(len(self.num_experts) * self.E, bool)  # by flat id: somebody predicts that it is needed soon
+        self.cold = np.zeros(len(self.num_experts) * self.E, bool)  # by flat id: not worth a slot any longer than it is needed
         self.free = list(range(n_slots))[::-1]  # a stack: the lowest slot is taken first
 
     @property
@@ -211,20 +212,20 @@ def unmoved(cache: ExpertCache, layer: int, experts: Sequence[int]) -> None:
     cache.count.on_host += len(experts)
     cache.evictor.observe(cache.count.steps, np.array(experts, np.int64) + layer * cache.E)
 
-# %% ../nbs/05_cache.ipynb #b2868d62
+# %% ../nbs/05_cache.ipynb #1a6cb54e
 def choose_victims(
     r: Residency,
     evictor: Evictor,
     now: int,  # layer-step number
     n: int,  # how many slots are wanted
 ) -> np.ndarray:  # up to `n` slots, the least valuable first
-    "Slots whose owners are worth the least, among those that nobody holds; expected ones go last."
+    "Slots whose owners are worth the least, among those that nobody holds; cold ones go first, expected ones last."
     slots = np.flatnonzero((r.owner != ABSENT) & (r.pins == 0) & ~r.loading)
     if n <= 0 or not len(slots):
         return slots[:0]
     score = evictor.score(now, r.owner[slots])
-    if r.expected.any():
-        return slots[np.lexsort((score, r.expected[r.owner[slots]]))[:n]]
+    if r.expected.any() or r.cold.any():
+        return slots[np.lexsort((score, ~r.cold[r.owner[slots]], r.expected[r.owner[slots]]))[:n]]
     return slots[np.argsort(score, kind="stable")[:n]]
 
 # %% ../nbs/05_cache.ipynb #eef59250

@@ -195,7 +195,7 @@ def _device(key: str, x: object) -> str:
         raise _fail(key, s, 'must be "auto" or a torch device such as "cpu", "cuda" or "cuda:0"')
     return s
 
-# %% ../nbs/00_config.ipynb #a07e4a23
+# %% ../nbs/00_config.ipynb #6a8b0835
 def _only(key: str, x: object, neutral: object, what: str) -> None:
     if x != neutral: raise _fail(key, x, f"{what} not available in this version; leave it at {neutral!r}")
 
@@ -211,6 +211,18 @@ def _switches(c: "Config") -> None:
     _only("prediction_model_path", _path("prediction_model_path", c.prediction_model_path), None, "a trained predictor is")
 
 
+def _cold(key: str, x: Any) -> str | float | tuple[tuple[int, int], ...] | None:
+    "A file or folder, a share of activations, or pairs (layer, expert)."
+    if x is None or isinstance(x, (str, Path)): return None if x is None else _path(key, x)
+    if isinstance(x, Real) and not isinstance(x, bool):
+        _number(key, x, 0, 0.5, above=True)
+        return float(x)
+    whole = lambda n: isinstance(n, Integral) and not isinstance(n, bool) and 0 <= int(n) < 1 << 31
+    if isinstance(x, Sequence) and all(isinstance(p, Sequence) and len(p) == 2 and all(map(whole, p)) for p in x):
+        return tuple((int(layer), int(expert)) for layer, expert in x)
+    raise _fail(key, x, "must be a trace's folder, a JSON file of [layer, expert] pairs, such pairs, or a share such as 0.01")
+
+
 def _numbers(c: "Config") -> None:
     "Settings that are numbers."
     for key in ("context", "batch"): _number(key, getattr(c, key), 1, whole=True)
@@ -220,6 +232,7 @@ def _numbers(c: "Config") -> None:
     if c.eviction_threshold is not None: _number("eviction_threshold", c.eviction_threshold, 0, 1, above=True)
     _number("load_timeout", c.load_timeout, 0, 86400, above=True)
     _number("tolerance", c.tolerance, 0, 1)
+    _number("cold_share", c.cold_share, 0, 0.5)
     _number("prediction_lookahead", c.prediction_lookahead, 0, whole=True)
     _only("tolerance", c.tolerance, 0, "skipping experts is")
     _only("prediction_lookahead", c.prediction_lookahead, 0, "looking ahead is")
@@ -249,7 +262,7 @@ def _path(key: str, x: object) -> str | None:
     if not isinstance(x, (str, Path)) or not str(x).strip(): raise _fail(key, x, "must be a folder or a model's name")
     return str(x)
 
-# %% ../nbs/00_config.ipynb #fa80ed1c
+# %% ../nbs/00_config.ipynb #7108a2cc
 @dataclass(frozen=True)
 class Config:
     "All settings, checked; `Config.make` builds one from a dict, a file and keyword arguments."
@@ -272,6 +285,8 @@ class Config:
     dtype: str = "auto"                     # "auto": the checkpoint's
     experts_implementation: str = "grouped_mm"
     preload: bool = True                    # fill the slots while loading, instead of on first use
+    cold_experts: Any = None                # stay on the host: a trace's folder, a JSON file, pairs, or a share of activations
+    cold_share: float = 0.01                # of a trace's activations that cold experts may have
     io_threads: int = 2                     # reader threads
     load_timeout: float = 60.0              # seconds until a loading expert counts as stuck
     host_compute: str = "never"             # misses computed by the host instead of moved: other kernels, other last bits
@@ -293,7 +308,7 @@ class Config:
     def as_dict(self) -> dict[str, Any]: return _as_dict(self)
     def __str__(self) -> str: return _as_table(self)
 
-# %% ../nbs/00_config.ipynb #4848d2c4
+# %% ../nbs/00_config.ipynb #0e12d538
 Source = Mapping[str, Any] | str | Path | Config | None
 
 
@@ -304,7 +319,8 @@ def _check(c: Config) -> None:
     for key in ("gpu_memory_budget", "cpu_memory_budget"): _budget(key, getattr(c, key))
     _budget("system_reserve", c.system_reserve, _reserve)
     _rate("paced_link", c.paced_link)
-    tidy = {"model_path": _path("model_path", c.model_path), "dtype": _dtype("dtype", c.dtype),
+    tidy = {"cold_experts": _cold("cold_experts", c.cold_experts),
+            "model_path": _path("model_path", c.model_path), "dtype": _dtype("dtype", c.dtype),
             "device": _device("device", c.device), "priority_weights": _weights("priority_weights", c.priority_weights)}
     for key, x in tidy.items(): object.__setattr__(c, key, x)      # frozen for others, not for its own making
 

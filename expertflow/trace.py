@@ -6,7 +6,8 @@
 __all__ = ['FORMAT', 'VERSION', 'DECODE', 'BEGIN', 'Columns', 'columns', 'row_bytes', 'Trace', 'from_bf16', 'to_bf16',
            'TraceWriter', 'append', 'load_trace', 'verify', 'save_trace', 'widths', 'import_trace', 'assemble',
            'activations', 'activation_share', 'entropy', 'next_token_reuse', 'reuse_distances', 'distinct_experts',
-           'top_choice', 'mutual_information', 'Cold', 'cold_experts', 'statistics', 'statistics_table']
+           'top_choice', 'mutual_information', 'Cold', 'cold_experts', 'coldest', 'named_cold', 'statistics',
+           'statistics_table']
 
 # %% ../nbs/04_trace.ipynb #d061fcfe
 import json
@@ -731,7 +732,7 @@ def _information(n: np.ndarray) -> float:  # n: counts [E, E]
     surplus = found.sum() - (p.sum(1) > 0).sum() - (p.sum(0) > 0).sum() + 1
     return max(0.0, plain - surplus / (2 * math.log(2) * max(1, n.sum())))
 
-# %% ../nbs/04_trace.ipynb #824dcf9f
+# %% ../nbs/04_trace.ipynb #5842a89e
 @dataclass(frozen=True)
 class Cold:
     "Experts to be left on the host."
@@ -752,19 +753,45 @@ def cold_experts(
     expert_bytes: int | Sequence[int] | None = None,  # of an expert, or of each layer's; None: what the trace says
 ) -> Cold:
     "The least used experts which together have at most `share` of all activations."
-    if not 0 <= share < 1:
-        raise TraceError(f"share={share}: a share of all activations is wanted, from 0 up to below 1 (0.01 is one percent)")
-    n = activations(trace)
-    every = [(layer, e) for layer, E in enumerate(trace.num_experts) for e in range(E)]
-    uses = np.array([n[x] for x in every])
-    order = np.argsort(uses, kind="stable")
-    up_to = np.searchsorted(np.cumsum(uses[order]), share * uses.sum() + 1e-9, "right")
-    cold = [every[i] for i in order[:up_to].tolist()]
-    part = float(uses[order[:up_to]].sum() / max(1, uses.sum()))
+    uses = [row[:E].tolist() for row, E in zip(activations(trace), trace.num_experts, strict=True)]
+    cold, total = coldest(uses, share), sum(map(sum, uses))
+    part = sum(uses[layer][e] for layer, e in cold) / max(1, total)
     size = expert_bytes if expert_bytes is not None else trace.about.get("expert_bytes")
     of = [size] * trace.n_layers if isinstance(size, int) else size
     nbytes = sum(int(of[layer]) for layer, _ in cold) if of else None
-    return Cold(cold, len(every), part, part * float(uses.sum()) / max(1, len(trace)), nbytes)
+    return Cold(cold, sum(trace.num_experts), part, part * total / max(1, len(trace)), nbytes)
+
+def coldest(uses: Sequence[Sequence[float]], share: float) -> list[tuple[int, int]]:  # (layer, expert), the coldest first
+    "The experts used least which together have at most `share` of all uses; `uses[layer][expert]`."
+    if not 0 <= share < 1:
+        raise TraceError(f"share={share}: a share of all activations is wanted, from 0 up to below 1 (0.01 is one percent)")
+    every = sorted((n, layer, e) for layer, row in enumerate(uses) for e, n in enumerate(row))
+    up_to = np.searchsorted(np.cumsum([n for n, *_ in every]), share * sum(n for n, *_ in every) + 1e-9, "right")
+    return [(layer, e) for _, layer, e in every[:up_to]]
+
+# %% ../nbs/04_trace.ipynb #4c251f47
+def named_cold(
+    setting: Any,  # the configuration's `cold_experts`
+    share: float,  # its `cold_share`, for a trace
+    heat: Sequence[Sequence[float]] | None = None,  # uses of each expert, if the model comes with them
+) -> list[tuple[int, int]]:  # (layer, expert)
+    "The experts that a configuration leaves on the host. Raises TraceError if what it names is not there or makes no sense."
+    if setting is None:
+        return []
+    if isinstance(setting, float):
+        if heat is None:
+            raise TraceError(f"cold_experts={setting}: this model has no statistics of its experts; record a trace and name it")
+        return coldest(heat, setting)
+    if not isinstance(setting, str):
+        return sorted({(int(layer), int(e)) for layer, e in setting})
+    file = Path(setting).expanduser()
+    if file.suffix != ".json" or file.name == "trace.json":
+        return cold_experts(load_trace(file), share).experts
+    try:
+        pairs = json.loads(file.read_text(encoding="utf-8"))
+        return sorted({(int(layer), int(e)) for layer, e in pairs})
+    except (OSError, ValueError, TypeError) as e:
+        raise TraceError(f"{file}: a JSON list of [layer, expert] pairs is wanted ({str(e)[:80]})") from None
 
 # %% ../nbs/04_trace.ipynb #24b14d1b
 def statistics(trace: Trace, share: float = 0.01) -> dict[str, Any]:
