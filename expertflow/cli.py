@@ -221,7 +221,7 @@ def _text(file: str) -> tuple[str, str]:
     except (OSError, lzma.LZMAError, UnicodeDecodeError) as e:
         raise ExpertFlowError(f"--text {file}: cannot be read as UTF-8 text ({e})") from None
 
-# %% ../nbs/14_cli.ipynb #0e617f73
+# %% ../nbs/14_cli.ipynb #f56724ae
 def parser() -> argparse.ArgumentParser:
     "All commands and their options."
     p = argparse.ArgumentParser(prog="expertflow", description="Run mixture-of-experts models that do not fit your memory.")
@@ -242,9 +242,10 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--json", action="store_true", help="one JSON object instead of text")
     g.set_defaults(run=generate)
     _more(sub)
+    _trace_options(sub)
     return p
 
-# %% ../nbs/14_cli.ipynb #8311bb2c
+# %% ../nbs/14_cli.ipynb #d0384a8a
 def _more(sub: Any) -> None:
     "The other commands."
     q = sub.add_parser("plan", help="what fits a budget, from config.json and file headers alone")
@@ -270,15 +271,15 @@ def _more(sub: Any) -> None:
         x.add_argument("--layers", type=int, default=2, help="of random-olmoe; 16 is the whole OLMoE, 14 GB")
         x.add_argument("--max-new-tokens", type=int, default=32)
         x.add_argument("--rounds", type=int, default=12)
-    r = sub.add_parser("trace", help="record which experts text goes to, or look at a recording")
-    r.set_defaults(run=trace)
-    _trace_options(r)
     d.add_argument("--device", default="auto", help="auto (an accelerator), cpu, cuda, ...")
     d.add_argument("--trace", metavar="FILE", help="recorded routing (.npz with experts [tokens, layers, k])")
-    for x in (q, c, b, d, r):
+    for x in (q, c, b, d):
         x.add_argument("--json", action="store_true")
 
-def _trace_options(r: Any) -> None:
+# %% ../nbs/14_cli.ipynb #d3c1d5fe
+def _trace_options(sub: Any) -> None:
+    r = sub.add_parser("trace", help="record which experts text goes to, or look at a recording")
+    r.set_defaults(run=trace)
     r.add_argument("--stats", metavar="PATH", help="print what a trace says: its folder, or an .npz or .csv to import")
     r.add_argument("--partial", action="store_true", help="also of a recording that was never closed")
     r.add_argument("--cold", type=float, default=0.01, metavar="SHARE", help="of activations that cold experts may have (0.01)")
@@ -290,6 +291,7 @@ def _trace_options(r: Any) -> None:
     r.add_argument("--generate", type=int, default=0, metavar="N", help="tokens to write after each block")
     r.add_argument("--hidden", nargs="?", const="residual", default=False, choices=("residual", "input"),
                    help="also record what goes into each MoE layer, before its norm (residual) or after it (input)")  # fmt: skip
+    r.add_argument("--json", action="store_true")
     r.add_argument("--gpu-memory", help='budget, e.g. "6GB"')
     r.add_argument("--context", type=int)
     r.add_argument("--device")

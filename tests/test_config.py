@@ -124,6 +124,9 @@ BAD = {
                    ("/s", "a rate"), ("2GB/s/s", "a rate"), ("0.1B/s", "above 0"), (math.nan, "a rate"), (math.inf, "a rate"),
                    (True, "a rate"), (5_000_000_000, "a rate")],
     "preload": [(1, "true or false")],
+    "cold_experts": [(0.9, "at most 0.5"), (0, "above 0"), (True, "pairs"), ([[0]], "pairs"), ([[0, -1]], "pairs"), ("", "folder"),
+                     ([[0, 1.5]], "pairs"), (math.nan, "a number")],
+    "cold_share": [(-0.1, "at least 0"), (0.6, "at most 0.5"), (None, "a number")],
     "strict": [(1, "true or false"), (False, "not available in this version")],
     "tolerance": [(0.1, "not available"), (2, "at most 1")],
     "prediction_lookahead": [(2, "not available")],
@@ -152,7 +155,7 @@ def test_every_setting_has_an_impossible_value(): assert set(BAD) == set(KEYS)
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("x", [10**5000, "1" * 5000, "6GB\n" * 100, np.ones((30, 30))], ids=["digits", "ones", "lines", "array"])
 def test_a_message_is_one_short_line_whatever_the_value(key, x):
-    if key in ("model_path",) and isinstance(x, str): return      # any text may be a path
+    if key in ("model_path", "cold_experts") and isinstance(x, str): return      # any text may be a path
     refused(Config.make, {key: x})
 
 
