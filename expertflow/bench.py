@@ -24,6 +24,19 @@ from .config import ExpertFlowError, fmt_bytes
 from .flow import ExpertFlow, find_checkpoint
 from .hardware import environment
 
+# %% ../nbs/12a_bench.ipynb #4b61766f
+def _decode_rate(model: Any, ids: torch.Tensor, n: int) -> tuple[float, list[int]]:
+    "Tokens per second after the first token, and the tokens."
+    ticks: list[float] = []
+
+    def tick(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        ticks.append(time.perf_counter())
+        return scores
+
+    length = {"min_new_tokens": n, "max_new_tokens": n}
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, logits_processor=[tick], **length)
+    return (len(ticks) - 1) / (ticks[-1] - ticks[0]), out[0, ids.shape[1]:].tolist()
+
 # %% ../nbs/12a_bench.ipynb #58346346
 @dataclass
 class Row:
@@ -49,19 +62,6 @@ def table(rows: Sequence[Row], model: str) -> str:
         cells += ["yes" if r.equal else "NO"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
-
-# %% ../nbs/12a_bench.ipynb #4b61766f
-def _decode_rate(model: Any, ids: torch.Tensor, n: int) -> tuple[float, list[int]]:
-    "Tokens per second after the first token, and the tokens."
-    ticks: list[float] = []
-
-    def tick(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        ticks.append(time.perf_counter())
-        return scores
-
-    length = {"min_new_tokens": n, "max_new_tokens": n}
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, logits_processor=[tick], **length)
-    return (len(ticks) - 1) / (ticks[-1] - ticks[0]), out[0, ids.shape[1]:].tolist()
 
 # %% ../nbs/12a_bench.ipynb #23116b3f
 def measure(
