@@ -170,14 +170,15 @@ def bench_device(a: argparse.Namespace) -> int:
         print(json.dumps(result) if a.json else device_text(result))
     return 0
 
-# %% ../nbs/14_cli.ipynb #d012c571
+# %% ../nbs/14_cli.ipynb #5a4080da
 def _check_bench(a: argparse.Namespace) -> None:
     from expertflow.config import parse_budget
 
-    least = {"rounds": 1, "max_new_tokens": 2, "layers": 1}  # the first token is not decoded: a rate needs a second one
-    for name, n in least.items():
-        if getattr(a, name) < n:
-            raise ExpertFlowError(f"--{name.replace('_', '-')} {getattr(a, name)}: at least {n}")
+    # The first token is not decoded, so a rate needs a second one; all have to fit the context for which memory is reserved.
+    spans = {"rounds": (1, 10**6), "max_new_tokens": (2, 4000), "layers": (1, 1000)}
+    for name, (low, high) in spans.items():
+        if not low <= getattr(a, name) <= high:
+            raise ExpertFlowError(f"--{name.replace('_', '-')} {getattr(a, name)}: at least {low} and at most {high}")
     for budget in a.budgets:
         parse_budget(budget)
 

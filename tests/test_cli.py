@@ -201,6 +201,8 @@ BENCH = {
     "--rounds 0: at least 1": ["--rounds", 0],
     "--max-new-tokens 1: at least 2": ["--max-new-tokens", 1],
     "--layers -1: at least 1": ["--layers", -1],
+    f"--max-new-tokens {10**9}: at least 2 and at most 4000": ["--max-new-tokens", 10**9],
+    f"--layers {10**9}: at least 1 and at most 1000": ["--layers", 10**9],
     "'lots'": ["--budgets", "50%", "lots"],
     "'-1GB'": ["--budgets=-1GB"],
 }
