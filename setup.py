@@ -15,7 +15,7 @@ setup(
     keywords=c["keywords"].split(),
     classifiers=c["classifiers"].strip().splitlines(),
     packages=find_packages(include=[lib, f"{lib}.*"]),
-    package_data={lib: ["py.typed", "*.js", "recipes/*", "models/*/*"]},
+    package_data={lib: ["py.typed", "*.js", "recipes/*", "models/*/*", "predictors/*"]},
     install_requires=c["requirements"].split(),
     extras_require={name: c[f"{name}_requirements"].split() for name in ("lab", "dev")},
     entry_points={"console_scripts": [f"{lib}={lib}.cli:main"], "nbdev": [f"{lib}={lib}._modidx:d"]},

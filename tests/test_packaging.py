@@ -176,7 +176,7 @@ def wheel(tmp_path_factory) -> zipfile.ZipFile:
     if Version(importlib.metadata.version("setuptools")) < Version("77"): pytest.skip("setuptools is too old to build with")
     tmp = tmp_path_factory.mktemp("build")
     source = copy_of_source(tmp)
-    for name in ("deep/__init__.py", "extra.js", "recipes/example.bin", "models/a/b.bin"):
+    for name in ("deep/__init__.py", "extra.js", "recipes/example.bin", "models/a/b.bin", "predictors/c.bin"):
         (source / "expertflow" / name).parent.mkdir(parents=True, exist_ok=True)
         (source / "expertflow" / name).write_text("")
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(tmp), str(source)]
@@ -190,8 +190,10 @@ def test_wheel_contains_the_data(wheel):
     names = set(wheel.namelist())
     files = [p for p in (REPO / "expertflow").rglob("*") if p.is_file() and "__pycache__" not in p.parts]
     ours = {p.relative_to(REPO).as_posix() for p in files}
-    wanted = {n for n in ours if n.endswith((".py", "py.typed", ".js")) or "/recipes/" in n or "/models/" in n}
-    wanted |= {f"expertflow/{n}" for n in ("py.typed", "deep/__init__.py", "extra.js", "recipes/example.bin", "models/a/b.bin")}
+    data = ("/recipes/", "/models/", "/predictors/")
+    wanted = {n for n in ours if n.endswith((".py", "py.typed", ".js")) or any(d in n for d in data)}
+    more = ("py.typed", "deep/__init__.py", "extra.js", "recipes/example.bin", "models/a/b.bin", "predictors/c.bin")
+    wanted |= {f"expertflow/{n}" for n in more}
     assert wanted <= names
     assert not {n for n in names if n.startswith(("tests/", "nbs/"))}
     assert any(n.endswith("licenses/LICENSE") for n in names)
