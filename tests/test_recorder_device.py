@@ -1,4 +1,4 @@
-"""Recording on the simulated accelerator: copies are only queued, and the trace is that of the CPU all the same, without a hazard."""
+"""Recording on the simulated accelerator: copies are only queued, and the trace is that of the CPU all the same; no hazard."""
 
 import numpy as np
 import pytest
