@@ -6,9 +6,9 @@
 __all__ = ['ABSENT', 'LayerStep', 'Load', 'Evictor', 'Residency', 'check', 'Counters', 'Books', 'balance', 'ExpertCache', 'noted',
            'unmoved', 'choose_victims', 'admit', 'loaded', 'failed', 'done', 'end', 'reserve', 'resize', 'steal']
 
-# %% ../nbs/05_cache.ipynb #4ffb46c5
+# %% ../nbs/05_cache.ipynb #6f9f66b1
 import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, Protocol
@@ -115,7 +115,7 @@ class Counters:
     cancelled: int = 0  # were called off before anything was in their slots
     on_host: int = 0  # misses that the host computed where they were, without a load
 
-# %% ../nbs/05_cache.ipynb #8d973d9a
+# %% ../nbs/05_cache.ipynb #89e06013
 class Books(Residency):
     "The tables, with what happened so far, and which residents were prefetched and not needed yet."
 
@@ -123,6 +123,7 @@ class Books(Residency):
         super().__init__(num_experts, n_slots)
         self.fresh = np.zeros(n_slots, bool)
         self.count = Counters()
+        self.moved: Callable[[int, bool], None] | None = None  # is told who comes and who goes
 
     def needed(self, slots: list[int]) -> np.ndarray:  # bool: which of them a prefetch is still filling
         "Settles which prefetches have paid."
@@ -141,10 +142,18 @@ class Books(Residency):
         "The layer has its turn: what was expected of it has come true, or has not."
         self.expected[layer * self.E : (layer + 1) * self.E] = False
 
+    def take(self, layer: int, expert: int, slot: int) -> None:
+        super().take(layer, expert, slot)
+        if self.moved is not None:
+            self.moved(self.flat(layer, expert), True)
+
     def drop(self, slot: int) -> int:
         self.count.wasted += int(self.fresh[slot])
         self.fresh[slot] = False
-        return super().drop(slot)
+        flat = super().drop(slot)
+        if self.moved is not None:
+            self.moved(flat, False)
+        return flat
 
 # %% ../nbs/05_cache.ipynb #3572474d
 def balance(books: Books) -> int:
@@ -152,7 +161,7 @@ def balance(books: Books) -> int:
     n = books.count
     return n.prefetched - n.in_time - n.late - n.wasted - n.cancelled - int(books.fresh.sum())
 
-# %% ../nbs/05_cache.ipynb #04468ec4
+# %% ../nbs/05_cache.ipynb #da0a9b90
 class ExpertCache(Books):
     "Residency of `[layer, expert]` over shared slots, driven one layer-step at a time."
 
@@ -166,6 +175,7 @@ class ExpertCache(Books):
     ):
         super().__init__(num_experts, n_slots)
         self.evictor, self.warmup_steps, self.threshold = evictor, warmup_steps, threshold
+        self.moved = getattr(evictor, "moved", None)
         self.keep_free = 0 if n_slots >= self.total else n_slots - int(threshold * n_slots)
 
     def begin(self, layer: int, experts: Iterable[int]) -> LayerStep:

@@ -170,8 +170,9 @@ def _weights(key: str, x: object) -> dict[str, float]:
     if abs(total - 1) > 1e-6: raise _fail(key, dict(x), f"the weights sum to {total:g}; make them sum to 1")
     return {name: float(x.get(name, 0.0)) for name in WEIGHTS}
 
-# %% ../nbs/00_config.ipynb #e14efb4e
-POLICIES = ("priority_based", "lru")
+# %% ../nbs/00_config.ipynb #6c30b6a3
+POLICIES = ("priority_based", "lru", "lfu", "decayed_frequency", "frequency_over_age", "least_stale", "s3_fifo", "arc",
+            "forecast")
 IMPLEMENTATIONS = ("grouped_mm", "eager")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 HOST_COMPUTE = ("never", "auto", "always")

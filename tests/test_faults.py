@@ -835,7 +835,7 @@ def test_bad_prompts(path):
         ("gpu_memory_budget", "six", "six"),
         ("gpu_memory_budget", "0%", "0"),
         ("gpu_memory_budget", "150%", "1.5"),
-        ("eviction_policy", "lfu", "lru"),
+        ("eviction_policy", "lfuu", "lfu"),
         ("experts_implementation", "batched_mm", "grouped_mm"),
         ("device", "gpu9!", "gpu9!"),
         ("dtype", "int8", "int8"),
