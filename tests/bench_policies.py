@@ -4,7 +4,8 @@
 
 Judged on every n-th sequence. "forecast" begins each of them knowing nothing, "forecast_carried" knows what it learned from
 other sequences (those `every` // 2 further), and goes on learning; both are guarded by LRU. `*_alone` is the same without the
-each layer has its own (not with E/8 = top-k: then a layer has no choice). A layer-step is atomic. Written after each policy.
+guard. Slots are shared by all layers, or each layer has its own (not with E/8 = top-k: then a layer has no choice).
+A layer-step is atomic. Written after each policy.
 """
 import argparse
 import copy
