@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Row', 'table', 'measure', 'memory_alone', 'as_json']
 
-# %% ../nbs/12a_bench.ipynb #afd815e2
+# %% ../nbs/12a_bench.ipynb #3340f151
 import json
 import statistics
 import subprocess
@@ -20,6 +20,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from .checkpoint import Checkpoint
 from .config import ExpertFlowError, fmt_bytes
 from .flow import ExpertFlow, find_checkpoint
 from .hardware import environment
@@ -63,7 +64,7 @@ def table(rows: Sequence[Row], model: str) -> str:
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
-# %% ../nbs/12a_bench.ipynb #23116b3f
+# %% ../nbs/12a_bench.ipynb #eec15bf1
 def measure(
     model: str | Path,
     budgets: Sequence[str] = ("100%", "50%", "25%"),
@@ -74,6 +75,7 @@ def measure(
 ) -> list[Row]:
     "Plain transformers and every budget in alternating rounds; the first round warms up and does not count."
     path = find_checkpoint(model)
+    Checkpoint.open(path)  # says in a line what is wrong with it, which transformers does not
     plain = AutoModelForCausalLM.from_pretrained(path, dtype="auto", local_files_only=True).eval()
     flows = {b: ExpertFlow.from_pretrained(path, gpu_memory_budget=b, **(settings or {})) for b in budgets}
     try:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -215,6 +216,18 @@ def test_a_benchmark_that_cannot_be(command, words, fails, monkeypatch):
     monkeypatch.setitem(sys.modules, "expertflow.bench", None)
     monkeypatch.setitem(sys.modules, "expertflow.devicebench", None)
     assert words in fails(command, "--model", "random-olmoe", *BENCH[words])
+
+
+@pytest.mark.parametrize("command", [["bench"], ["bench-device", "--device", "cpu"]])
+def test_a_benchmark_of_no_model(command, fails, path, tmp_path):
+    assert "no config.json" in fails(*command, "--model", tmp_path)
+    damaged = tmp_path / "damaged"
+    shutil.copytree(path, damaged)
+    file = next(damaged.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-100])
+    assert "truncated" in fails(*command, "--model", damaged)
+    (damaged / "config.json").write_text("{")
+    assert "config.json" in fails(*command, "--model", damaged)
 
 
 def test_an_error_in_a_process_of_its_own(process, path):
