@@ -6,7 +6,7 @@
 __all__ = ['link_rates', 'settle', 'Trace', 'recorded', 'synthetic', 'routing_for', 'Forced', 'DeviceRow', 'Counts', 'timed',
            'Bench', 'allocated', 'one_budget', 'measure_device', 'device_for', 'where_and_when', 'device_text']
 
-# %% ../nbs/12b_devicebench.ipynb #3917db08
+# %% ../nbs/12b_devicebench.ipynb #0c950861
 import gc
 import os
 import platform
@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -83,14 +84,16 @@ class Trace:
         figures = {"repeats": round(self.repeats(), 3), "uses_of_the_quarter_used_most": round(float(top), 3)}
         return {"source": self.source, "synthetic": self.synthetic, "tokens": self.experts.shape[1]} | figures
 
-# %% ../nbs/12b_devicebench.ipynb #ea1eea11
+# %% ../nbs/12b_devicebench.ipynb #a6c95d68
 def recorded(file: Path, layers: int, experts: int, k: int, tokens: int) -> Trace | None:
     "`tokens` tokens of a recording for a model of that shape; None if it does not fit it or is too short."
     try:
         with np.load(file) as z:
             rows = z["experts"]
-    except (OSError, ValueError, KeyError) as e:
+    except (OSError, ValueError, KeyError, EOFError, TypeError, BadZipFile) as e:
         raise ExpertFlowError(f"{file}: no recorded routing ({type(e).__name__}); name an .npz with experts in it") from e
+    if rows.dtype.kind not in "iu" or (rows.size and rows.min() < 0):
+        raise ExpertFlowError(f"{file}: experts are numbered by whole numbers from 0 on, these ({rows.dtype}) are not")
     if rows.ndim != 3 or not rows.size:
         raise ExpertFlowError(f"{file}: experts has shape {list(rows.shape)}; it should be [tokens, layers, k]")
     n = int(rows.max()) + 1

@@ -111,6 +111,12 @@ def test_a_recording_is_replayed(path, tmp_path, capsys):
     assert not routing["synthetic"] and routing["source"] == "rec, 2 stretches side by side" and routing["tokens"] == 72
     for wrong in (path / "config.json", tmp_path / "none.npz"):
         assert main([*args, "--trace", str(wrong)]) == 2 and "no recorded routing" in capsys.readouterr().err
+    for odd in (np.full((400, 5, 1), -1), np.full((400, 5, 1), 0.5), np.full((400, 5, 1), "a")):
+        np.savez(file, experts=odd)
+        assert main([*args, "--trace", str(file)]) == 2 and "whole numbers from 0 on" in capsys.readouterr().err
+    for damaged in (b"", b"PK\x03\x04 and no more"):
+        file.write_bytes(damaged)
+        assert main([*args, "--trace", str(file)]) == 2 and "no recorded routing" in capsys.readouterr().err
     np.savez(file, experts=np.zeros((400, 5, 3), np.uint8))
     assert main([*args, "--trace", str(file)]) == 2 and "does not fit" in capsys.readouterr().err
 
