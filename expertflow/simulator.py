@@ -4,21 +4,21 @@
 
 # %% auto #0
 __all__ = ['LINKS', 'Prefetcher', 'Link', 'find_link', 'Compute', 'Copy', 'Bus', 'Clock', 'Slots', 'Filling', 'waves', 'Counted',
-           'Result', 'Replay', 'preload', 'hottest', 'simulate']
+           'Result', 'describe', 'Caches', 'preload', 'hottest', 'Replay', 'simulate', 'judged']
 
-# %% ../nbs/09_simulator.ipynb #406a977e
+# %% ../nbs/09_simulator.ipynb #7a07a5ed
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
 from tqdm.auto import tqdm
 
 from .cache import ABSENT, Evictor, ExpertCache, LayerStep, Load, admit, done, end, failed, loaded, reserve
-from .config import ConfigError, parse_bytes
+from .config import ConfigError, fmt_bytes, parse_bytes
 from .evictor import make_evictor
 from .trace import Trace
-from .yardsticks import LayerSteps, layer_steps
+from .yardsticks import LayerSteps, Yardsticks, byte_bound, layer_steps, overlap_bound, yardsticks
 
 # %% ../nbs/09_simulator.ipynb #facb78f4
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ def waves(s: Filling, step: LayerStep, seconds: float) -> None:  # of computing 
         for e in batch:
             s.wait(row[e])
 
-# %% ../nbs/09_simulator.ipynb #032618fb
+# %% ../nbs/09_simulator.ipynb #cc5a1b59
 @dataclass
 class Counted:
     "What a replay counted. In experts, unless it says otherwise."
@@ -226,7 +226,7 @@ class Counted:
     in_time: int = 0  # hits: a prefetch had brought them
     late: int = 0  # hits: a prefetch was still bringing them
     misses: int = 0
-    loads: int = 0  # of misses and prefetches, without those before the start
+    loads: int = 0  # of misses and prefetches, without those before the start and those called off
     prefetched: int = 0
     wasted: int = 0  # prefetches thrown out before anybody needed them
     cancelled: int = 0  # prefetches called off before they had begun
@@ -243,13 +243,17 @@ class Counted:
     def hit_rate(self) -> float:
         return self.hits / max(1, self.hits + self.misses)
 
-# %% ../nbs/09_simulator.ipynb #f256bad9
+# %% ../nbs/09_simulator.ipynb #120d14c4
 @dataclass
 class Result(Counted):
     "A replay. All times are simulated."
     link: str = ""
     stall: float = 0.0  # s
     seconds: float = 0.0  # computing and stall
+    compute: float = 0.0  # s
+    byte_bound: float = 0.0  # s: no policy with these slots is quicker, whatever it prefetches
+    overlap_bound: float = 0.0  # s: with the loads of this policy, if they begin one layer ahead
+    yardsticks: Yardsticks | None = None
     brought: np.ndarray = field(default_factory=lambda: np.zeros(0, int))  # [N] experts of each layer-step that had to come
     resident: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), int))  # [samples, layers] experts in slots, over time
 
@@ -261,8 +265,40 @@ class Result(Counted):
     def bytes_per_token(self) -> float:
         return self.bytes_loaded / self.tokens
 
-# %% ../nbs/09_simulator.ipynb #03266dee
-class Replay:
+    def as_dict(self) -> dict[str, Any]:
+        "All figures, without the arrays."
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("brought", "resident", "yardsticks")}
+        own |= {k: getattr(self, k) for k in ("hits", "hit_rate", "tokens_per_second", "bytes_per_token")}
+        return own | {"simulated": True, "yardsticks": self.yardsticks and asdict(self.yardsticks)}
+
+    def __str__(self) -> str:
+        return describe(self)
+
+# %% ../nbs/09_simulator.ipynb #730f3f02
+def describe(r: Result) -> str:
+    "A result for people."
+    n, ms = max(1, r.hits + r.misses), 1e3 / max(1, r.tokens)
+    kinds = f"{r.cached / n:.1%} in the cache, {r.in_time / n:.1%} prefetched in time, {r.late / n:.1%} late"
+    useful = f"{r.bytes_useful / max(1, r.bytes_loaded):.0%} of them of use"
+    speed, by_bytes, by_overlap = (f"{r.tokens / s:.1f}" if s else "-" for s in (r.seconds, r.byte_bound, r.overlap_bound))
+    lines = [
+        f"replay     {r.policy}, {r.slots} slots for {r.experts} experts ({r.slots / r.experts:.0%}), {r.link}; simulated",
+        f"hits       {r.hit_rate:.1%}: {kinds}",
+        f"bytes      {fmt_bytes(round(r.bytes_per_token))} per token, {useful}",
+        f"speed      {speed} tokens/s: {r.compute * ms:.2f} ms of computing and {r.stall * ms:.2f} ms of stall per token",
+        f"bounds     {by_bytes} tokens/s by bytes, {by_overlap} tokens/s if these loads began one layer ahead",
+    ]
+    if (y := r.yardsticks) is not None:
+        rates, times = y.hit_rates(), r.loads / max(1, y.least)
+        seen = ", ".join(f"{rates[f'sees {w}']:.1%} with {w}" for w in y.window)
+        lines += [
+            f"MIN        {rates['MIN']:.1%} hits, {rates['MIN, forced']:.1%} without bypass; {times:.2f} x the loads of MIN were made",
+            f"foresight  {seen} tokens",
+        ]
+    return "\n".join(lines)
+
+# %% ../nbs/09_simulator.ipynb #a98b39fc
+class Caches:
     "The caches of a model (one for all layers, or one for each), a bus and a clock."
 
     def __init__(
@@ -284,11 +320,53 @@ class Replay:
             own = ExpertCache([num_experts[layer] for layer in group], n, make(sizes), **cache)
             self.caches.append(Filling(own, self.clock, [nbytes[layer] for layer in group]))
         self.of = [(self.caches[layer], 0) for layer in range(L)] if per_layer else [(self.caches[0], i) for i in range(L)]
-        self.brought: list[int] = []
 
     def total(self, name: str) -> int:
         "A counter, over all caches."
         return sum(getattr(c.cache.count, name) for c in self.caches)
+
+# %% ../nbs/09_simulator.ipynb #e6a16c38
+def preload(run: Caches, order: Iterable[tuple[int, int]]) -> None:  # (layer, expert), the most valuable first
+    "Fills the slots as far as the eviction threshold allows."
+    everything = list(order)
+    for s in run.caches:
+        mine = [(own, e) for layer, e in everything for at, own in [run.of[layer]] if at is s]
+        by_layer: dict[int, list[int]] = {}
+        for layer, e in mine[: s.cache.n_slots - s.cache.keep_free]:
+            by_layer.setdefault(layer, []).append(e)
+        for layer, experts in sorted(by_layer.items()):
+            step = LayerStep(layer, [], sorted(experts))
+            s.pull(step)
+            for e in sorted(step.pinned):
+                s.wait(s.cache.slot_of[layer][e])
+            end(s.cache, step)
+
+def hottest(steps: LayerSteps) -> list[tuple[int, int]]:
+    "All (layer, expert), the most used first: an order to preload in, from a load of the past."
+    E = max(steps.num_experts)
+    uses = np.bincount(steps.flat, minlength=len(steps.num_experts) * E)
+    order = np.argsort(-uses, kind="stable").tolist()
+    return [divmod(i, E) for i in order if i % E < steps.num_experts[i // E]]
+
+# %% ../nbs/09_simulator.ipynb #d1e51fd6
+class Replay(Caches):
+    "A run over them."
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.brought: list[int] = []  # experts of each layer-step that had to come
+
+    def fill(self, order: Iterable[tuple[int, int]], min_slots: int) -> None:
+        "Before the start. The threshold leaves at least `min_slots` of a cache in use."
+        for s in self.caches:
+            s.cache.keep_free = min(s.cache.keep_free, max(0, s.cache.n_slots - min_slots))
+        preload(self, order)
+
+    def begin_clock(self) -> tuple[int, int]:  # bytes moved and loads made before
+        before = self.clock.moved, self.total("loads")
+        self.clock.now = self.clock.stall = self.clock.bus.free = self.clock.bus.busy = 0.0
+        self.clock.moved = self.clock.useful = 0
+        return before
 
     def look_ahead(self, prefetcher: Prefetcher, layer: int, experts: list[int]) -> None:
         for at, some in prefetcher(layer, experts):
@@ -311,30 +389,7 @@ class Replay:
         waves(s, step, seconds)
         end(s.cache, step)
 
-# %% ../nbs/09_simulator.ipynb #c93eb4c2
-def preload(run: Replay, order: Iterable[tuple[int, int]]) -> None:  # (layer, expert), the most valuable first
-    "Fills the slots as far as the eviction threshold allows; the clock starts afterwards."
-    everything = list(order)
-    for s in run.caches:
-        mine = [(own, e) for layer, e in everything for at, own in [run.of[layer]] if at is s]
-        by_layer: dict[int, list[int]] = {}
-        for layer, e in mine[: s.cache.n_slots - s.cache.keep_free]:
-            by_layer.setdefault(layer, []).append(e)
-        for layer, experts in sorted(by_layer.items()):
-            step = LayerStep(layer, [], sorted(experts))
-            s.pull(step)
-            for e in sorted(step.pinned):
-                s.wait(s.cache.slot_of[layer][e])
-            end(s.cache, step)
-
-def hottest(steps: LayerSteps) -> list[tuple[int, int]]:
-    "All (layer, expert), the most used first: an order to preload in, from a load of the past."
-    E = max(steps.num_experts)
-    uses = np.bincount(steps.flat, minlength=len(steps.num_experts) * E)
-    order = np.argsort(-uses, kind="stable").tolist()
-    return [divmod(i, E) for i in order if i % E < steps.num_experts[i // E]]
-
-# %% ../nbs/09_simulator.ipynb #04c6e970
+# %% ../nbs/09_simulator.ipynb #73533e6d
 def simulate(
     load: LayerSteps | Trace,
     slots: int | float,  # how many, or (a float up to 1.0) which share of the experts
@@ -348,13 +403,15 @@ def simulate(
     per_layer: bool = False,  # every layer has its share of the slots to itself
     threshold: float = 1.0,  # share of slots in use above which experts are dropped after a step
     warmup_steps: int | None = None,  # layer-steps without that; None: two passes
+    min_slots: int = 0,  # that are in use whatever the threshold says
     samples: int = 100,  # of the residency
+    judge: bool = True,  # work out the yardsticks, which takes as long again
     progress: bool = False,
 ) -> Result:
     "Replays a load. Raises ConfigError for settings that cannot be."
     steps = load if isinstance(load, LayerSteps) else layer_steps(load)
     L, total = len(steps.num_experts), sum(steps.num_experts)
-    nbytes = [int(expert_bytes)] * L if isinstance(expert_bytes, int) else list(expert_bytes)
+    nbytes = [int(expert_bytes)] * L if isinstance(expert_bytes, (int, np.integer)) else list(expert_bytes)
     n = round(slots * total) if isinstance(slots, float) and slots <= 1 else int(slots)
     if n < (L if per_layer else 1) or len(nbytes) != L:
         raise ConfigError(f"slots={slots}, {len(nbytes)} sizes of experts for {L} layers: too few")
@@ -362,29 +419,30 @@ def simulate(
     make = policy if callable(policy) else lambda sizes: make_evictor(policy, sizes)
     cache = {"threshold": threshold, "warmup_steps": 2 * L if warmup_steps is None else warmup_steps}
     run = Replay(steps.num_experts, n, make, link, nbytes, per_layer, **cache)
-    preload(run, preloaded)
-    ready, before = run.clock.moved, run.total("loads")
-    run.clock.now = run.clock.stall = run.clock.bus.free = 0.0
-    run.clock.moved = run.clock.useful = 0
+    run.fill(preloaded, min_slots)
+    yard = judged(run, steps) if judge else None
+    start = run.begin_clock()
     resident = _replay(run, steps, compute, prefetcher, samples, progress)
     name = policy if isinstance(policy, str) else type(run.caches[0].cache.evictor).__name__
-    r = Result(name, n, total, int(steps.turn[-1]) + 1, int(steps.tokens.sum()), link=link.name, resident=resident)
-    return _counted(r, run, ready, before)
+    r = Result(name, n, total, int(steps.turn[-1]) + 1, int(steps.tokens.sum()), link=link.name, yardsticks=yard)
+    r.resident = resident
+    _bounds(_counted(r, run, *start), steps, compute, link, nbytes)
+    return r
 
-# %% ../nbs/09_simulator.ipynb #fdb6728a
+# %% ../nbs/09_simulator.ipynb #402e4d0f
 def _replay(
     run: Replay, steps: LayerSteps, compute: Compute, prefetcher: Prefetcher | None, samples: int, progress: bool
 ) -> np.ndarray:
     "All layer-steps; which layer had how many experts in slots, over time."
-    clock, L = run.clock, len(run.of)
-    base, row, tokens = compute.layers(L), compute.token, steps.tokens.tolist()
-    every, rows, turn, last = max(1, len(steps) // max(1, samples)), [], 0, -1
-    for i, (layer, experts) in enumerate(tqdm(steps, total=len(steps), unit="layer-step", disable=None if progress else True)):
-        if layer <= last:
-            turn += 1
+    clock, base, tokens = run.clock, compute.layers(len(run.of)), (compute.token * steps.tokens).tolist()
+    every, rows, last = max(1, len(steps) // max(1, samples)), [], 0
+    every_step = zip(steps, steps.turn.tolist(), strict=True)
+    bar = tqdm(every_step, total=len(steps), unit=" layer-steps", disable=None if progress else True)
+    for i, ((layer, experts), turn) in enumerate(bar):
+        if turn != last:
             clock.now += compute.rest
-        last = layer
-        clock.now += base[layer] + row * tokens[turn]
+            last = turn
+        clock.now += base[layer] + tokens[turn]
         run.step(layer, experts, prefetcher, compute.expert)
         if i % every == 0:
             rows.append(_residents(run))
@@ -406,7 +464,34 @@ def _counted(r: Result, run: Replay, preloaded: int, before: int) -> Result:
         s.reap()
     for name in ("in_time", "late", "misses", "prefetched", "wasted", "cancelled", "evictions"):
         setattr(r, name, run.total(name))
-    r.cached, r.loads = run.total("hits") - r.in_time - r.late, run.total("loads") - before
+    r.cached, r.loads = run.total("hits") - r.in_time - r.late, run.total("loads") - before - r.cancelled
     r.bytes_loaded, r.bytes_useful, r.bytes_preloaded = run.clock.moved, run.clock.useful, preloaded
     r.brought = np.array(run.brought)
     return r
+
+# %% ../nbs/09_simulator.ipynb #b9e991cd
+def judged(run: Caches, steps: LayerSteps) -> Yardsticks:
+    "The yardsticks for slots that are filled as those of `run` are now."
+    E = max(steps.num_experts)
+    owners = [s.cache.owner[s.cache.owner != ABSENT] for s in run.caches]
+    shared = len(run.caches) == 1
+    there = owners[0].tolist() if shared else [layer * E + e for layer, own in enumerate(owners) for e in own.tolist()]
+    slots = run.caches[0].cache.n_slots if shared else tuple(s.cache.n_slots for s in run.caches)
+    known: dict[Any, Yardsticks] = steps.__dict__.setdefault("_known", {})
+    key = slots, frozenset(there)
+    if key not in known:
+        known[key] = yardsticks(steps, slots, there)
+    return known[key]
+
+def _bounds(r: Result, steps: LayerSteps, compute: Compute, link: Link, nbytes: Sequence[int]) -> None:
+    "Times that cannot be beaten: by any policy, and with the loads of this one."
+    counts = np.diff(steps.ends)
+    between = np.array(compute.layers(len(steps.num_experts)))[steps.layer] + (compute.token * steps.tokens)[steps.turn]
+    between[1:] += compute.expert * counts[:-1] + compute.rest * (np.diff(steps.turn) > 0)
+    first, between[0] = between[0], 0.0
+    each = np.array([link.seconds(n) for n in nbytes])
+    last = compute.expert * float(counts[-1]) + compute.rest
+    r.compute = r.seconds - r.stall
+    r.overlap_bound = first + overlap_bound(between, each[steps.layer] * r.brought, last)
+    if r.yardsticks is not None:
+        r.byte_bound = byte_bound(r.compute, r.yardsticks.least * float(each.min()))
