@@ -4,10 +4,15 @@
 
 # %% auto #0
 __all__ = ['LINKS', 'Prefetcher', 'Link', 'find_link', 'Compute', 'Copy', 'Bus', 'Clock', 'Slots', 'Filling', 'waves', 'Counted',
-           'Result', 'describe', 'Caches', 'preload', 'hottest', 'Replay', 'simulate', 'judged']
+           'Result', 'describe', 'Caches', 'preload', 'hottest', 'Replay', 'simulate', 'judged', 'Foreseen', 'Scored',
+           'sweep']
 
-# %% ../nbs/09_simulator.ipynb #7a07a5ed
-from collections.abc import Callable, Iterable, Sequence
+# %% ../nbs/09_simulator.ipynb #c5e2586e
+import itertools
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -195,7 +200,7 @@ class Filling(Slots):
         self.pull(step)
         return step, paid + step.n_missed
 
-# %% ../nbs/09_simulator.ipynb #4ebf1004
+# %% ../nbs/09_simulator.ipynb #0b87d669
 def waves(s: Filling, step: LayerStep, seconds: float) -> None:  # of computing an expert
     "Computes what is there, then what arrives, until the layer-step has had all its experts."
     cache, clock, row = s.cache, s.clock, s.cache.slot_of[step.layer]
@@ -207,13 +212,17 @@ def waves(s: Filling, step: LayerStep, seconds: float) -> None:  # of computing 
             for e in batch:
                 done(cache, step, e)
             s.pull(step)
+        if step.misses and not step.pinned:  # prefetches under way have all the slots
+            for slot in sorted(s.copies):
+                s.wait(slot)
+            s.pull(step)
         if not step.pinned:
             return
         batch = [e for e in step.pinned if s.ready(row[e])] or [next(iter(step.pinned))]
         for e in batch:
             s.wait(row[e])
 
-# %% ../nbs/09_simulator.ipynb #cc5a1b59
+# %% ../nbs/09_simulator.ipynb #97d62e91
 @dataclass
 class Counted:
     "What a replay counted. In experts, unless it says otherwise."
@@ -238,6 +247,10 @@ class Counted:
     @property
     def hits(self) -> int:
         return self.cached + self.in_time + self.late
+
+    @property
+    def bytes_wasted(self) -> int:
+        return self.bytes_loaded - self.bytes_useful
 
     @property
     def hit_rate(self) -> float:
@@ -274,7 +287,7 @@ class Result(Counted):
     def __str__(self) -> str:
         return describe(self)
 
-# %% ../nbs/09_simulator.ipynb #730f3f02
+# %% ../nbs/09_simulator.ipynb #55fd25fd
 def describe(r: Result) -> str:
     "A result for people."
     n, ms = max(1, r.hits + r.misses), 1e3 / max(1, r.tokens)
@@ -292,7 +305,7 @@ def describe(r: Result) -> str:
         rates, times = y.hit_rates(), r.loads / max(1, y.least)
         seen = ", ".join(f"{rates[f'sees {w}']:.1%} with {w}" for w in y.window)
         lines += [
-            f"MIN        {rates['MIN']:.1%} hits, {rates['MIN, forced']:.1%} without bypass; {times:.2f} x the loads of MIN were made",
+            f"MIN        {rates['MIN']:.1%} hits, {rates['MIN, forced']:.1%} without bypass; {times:.2f} x its loads were made",
             f"foresight  {seen} tokens",
         ]
     return "\n".join(lines)
@@ -389,7 +402,7 @@ class Replay(Caches):
         waves(s, step, seconds)
         end(s.cache, step)
 
-# %% ../nbs/09_simulator.ipynb #73533e6d
+# %% ../nbs/09_simulator.ipynb #1d50d224
 def simulate(
     load: LayerSteps | Trace,
     slots: int | float,  # how many, or (a float up to 1.0) which share of the experts
@@ -398,7 +411,7 @@ def simulate(
     link: Link | str = "pcie4x16",
     compute: Compute = Compute(),
     expert_bytes: int | Sequence[int] = 10_000_000,  # of an expert, or of one of each layer
-    prefetcher: Prefetcher | None = None,  # is called as the runtime calls it
+    prefetcher: Prefetcher | None = None,  # is called as the runtime calls it; `restart()` before, if it has that
     preloaded: Iterable[tuple[int, int]] = (),  # (layer, expert), the most valuable first
     per_layer: bool = False,  # every layer has its share of the slots to itself
     threshold: float = 1.0,  # share of slots in use above which experts are dropped after a step
@@ -421,6 +434,7 @@ def simulate(
     run = Replay(steps.num_experts, n, make, link, nbytes, per_layer, **cache)
     run.fill(preloaded, min_slots)
     yard = judged(run, steps) if judge else None
+    getattr(prefetcher, "restart", lambda: None)()
     start = run.begin_clock()
     resident = _replay(run, steps, compute, prefetcher, samples, progress)
     name = policy if isinstance(policy, str) else type(run.caches[0].cache.evictor).__name__
@@ -495,3 +509,74 @@ def _bounds(r: Result, steps: LayerSteps, compute: Compute, link: Link, nbytes: 
     r.overlap_bound = first + overlap_bound(between, each[steps.layer] * r.brought, last)
     if r.yardsticks is not None:
         r.byte_bound = byte_bound(r.compute, r.yardsticks.least * float(each.min()))
+
+# %% ../nbs/09_simulator.ipynb #42c0b7ff
+class Foreseen:
+    "Names the experts of the next `ahead` layer-steps, each right with probability `recall`. Seeded."
+
+    def __init__(self, steps: LayerSteps, ahead: int = 1, recall: float = 1.0, seed: int = 0):
+        if not 0 <= recall <= 1 or ahead < 1:
+            raise ConfigError(f"recall={recall}, ahead={ahead}: a share from 0 to 1, and at least one layer-step")
+        rng = np.random.default_rng(seed)
+        self.steps = [(layer, self._spoilt(rng, e, steps.num_experts[layer], recall)) for layer, e in steps]
+        self.ahead, self.at = ahead, -1
+
+    def restart(self) -> None:
+        self.at = -1
+
+    @staticmethod
+    def _spoilt(rng: np.random.Generator, experts: list[int], n: int, recall: float) -> list[int]:
+        right = [e for e in experts if recall == 1 or rng.random() < recall]
+        if len(right) == len(experts):
+            return right
+        others = np.setdiff1d(np.arange(n), experts)
+        return right + rng.permutation(others)[: len(experts) - len(right)].tolist()
+
+    def __call__(self, layer: int, experts: Sequence[int]) -> list[tuple[int, list[int]]]:
+        self.at = next(i for i in range(self.at + 1, len(self.steps)) if self.steps[i][0] == layer)
+        return self.steps[self.at + 1 : self.at + 1 + self.ahead]
+
+# %% ../nbs/09_simulator.ipynb #3d3bfe77
+class Scored:
+    "Names the `n` likeliest experts of the next layer by probabilities that are known for each pass."
+
+    def __init__(self, need: np.ndarray, n: int):  # [passes, L, E]: of layer l, as predicted when layer l - 1 chose
+        self.named = np.argsort(-need, axis=2, kind="stable")[:, :, :n]
+        self.restart()
+
+    def restart(self) -> None:
+        self.turn, self.last = 0, -1
+
+    def __call__(self, layer: int, experts: Sequence[int]) -> list[tuple[int, list[int]]]:
+        self.turn += layer <= self.last
+        self.last = layer
+        return [(layer + 1, self.named[self.turn, layer + 1].tolist())] if layer + 1 < self.named.shape[1] else []
+
+# %% ../nbs/09_simulator.ipynb #5788bd5e
+def sweep(
+    load: LayerSteps | Trace,
+    grid: Mapping[str, Sequence[Any]],  # settings of `simulate` -> values to try, in all combinations
+    processes: int = 1,  # 0: one for each core
+    progress: bool = False,
+    **fixed: Any,  # settings of all runs
+) -> list[Result]:
+    "A replay for each point of the grid, the last setting varying fastest."
+    steps = load if isinstance(load, LayerSteps) else layer_steps(load)
+    points = [dict(zip(grid, values, strict=True)) | fixed for values in itertools.product(*grid.values())]
+    bar = {"total": len(points), "unit": " runs", "disable": None if progress else True}
+    if processes == 1:
+        return [simulate(steps, **p) for p in tqdm(points, **bar)]
+    n = min(len(points), processes or os.cpu_count() or 1)
+    context = multiprocessing.get_context("spawn")  # a fork would copy the locks of threads that it does not have
+    with ProcessPoolExecutor(n, context, _take, (steps,)) as pool:
+        return list(tqdm(pool.map(_point, points), **bar))
+
+_steps: LayerSteps | None = None  # of a process of a sweep
+
+def _take(steps: LayerSteps) -> None:
+    global _steps
+    _steps = steps
+
+def _point(settings: dict[str, Any]) -> Result:
+    assert _steps is not None
+    return simulate(_steps, **settings)
