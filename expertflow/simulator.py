@@ -25,7 +25,7 @@ from .evictor import make_evictor
 from .trace import Trace
 from .yardsticks import LayerSteps, Yardsticks, byte_bound, layer_steps, overlap_bound, yardsticks
 
-# %% ../nbs/09_simulator.ipynb #facb78f4
+# %% ../nbs/09_simulator.ipynb #3c31f008
 @dataclass(frozen=True)
 class Link:
     "What experts come over."
@@ -49,9 +49,12 @@ def find_link(name: str) -> Link:
     if name in LINKS:
         return LINKS[name]
     try:
-        return Link(f"{name}/s", parse_bytes(name))
+        rate = parse_bytes(name.removesuffix("/s"))
     except ConfigError:
-        raise ConfigError(f"link {name!r}: give one of {', '.join(LINKS)}, or a rate in bytes a second like 12GB") from None
+        rate = 0
+    if rate:
+        return Link(f"{name.removesuffix('/s')}/s", rate)
+    raise ConfigError(f"link {name!r}: give one of {', '.join(LINKS)}, or a rate in bytes a second like 12GB")
 
 # %% ../nbs/09_simulator.ipynb #c902259b
 @dataclass(frozen=True)
@@ -256,7 +259,7 @@ class Counted:
     def hit_rate(self) -> float:
         return self.hits / max(1, self.hits + self.misses)
 
-# %% ../nbs/09_simulator.ipynb #120d14c4
+# %% ../nbs/09_simulator.ipynb #a60bc777
 @dataclass
 class Result(Counted):
     "A replay. All times are simulated."
@@ -281,7 +284,8 @@ class Result(Counted):
     def as_dict(self) -> dict[str, Any]:
         "All figures, without the arrays."
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("brought", "resident", "yardsticks")}
-        own |= {k: getattr(self, k) for k in ("hits", "hit_rate", "tokens_per_second", "bytes_per_token")}
+        own |= {k: getattr(self, k) for k in ("hits", "hit_rate", "bytes_per_token")}
+        own["tokens_per_second"] = self.tokens_per_second if self.seconds else None
         return own | {"simulated": True, "yardsticks": self.yardsticks and asdict(self.yardsticks)}
 
     def __str__(self) -> str:

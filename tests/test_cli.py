@@ -340,3 +340,34 @@ def test_trace_errors(fails, path, tmp_path):
     assert "at most --context" in fails(*record, tmp_path / "odd.txt", "--block", 5000)
     assert "no text" in fails(*record, tmp_path / "empty.txt", "--context", 600)
     assert "share" in fails("trace", "--stats", tmp_path / "t", "--cold", 2)
+
+
+def test_simulate(run, process, tmp_path):
+    "A recording over a grid; without torch."
+    pairs = [(layer, (t * t + layer) % 8, (t * t + layer + 1 + t % 3) % 8) for t in range(60) for layer in (0, 1)]
+    (tmp_path / "r.csv").write_text("layer,expert\n" + "".join(f"{a},{b}\n{a},{c}\n" for a, b, c in pairs))
+    command = ("simulate", tmp_path / "r.csv", "--slots", 6, "50%", "--link", "pcie3x4", "2GB/s", "--policy", "lru",
+               "--expert-bytes", "1MB")  # fmt: skip
+    code, out, _ = run(*command, "--json")
+    results = json.loads(out)
+    assert code == 0 and [r["slots"] for r in results] == [6, 6, 8, 8]
+    assert [r["link"] for r in results] == ["pcie3x4", "2GB/s"] * 2
+    assert all(r["simulated"] and r["loads"] >= r["yardsticks"]["least"] for r in results)
+    code, text, _ = run(*command, "--foresight", 0.8, "--per-layer", "--tokens", 20)
+    assert code == 0 and text.count("replay") == 4 and "prefetched in time" in text and "MIN" in text
+    code = "import sys; sys.modules['torch'] = None; from expertflow.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run([sys.executable, "-c", code, *map(str, command)], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("replay") == 4, done.stderr
+
+
+def test_simulate_errors(fails, tmp_path):
+    (tmp_path / "r.csv").write_text("0,1\n0,2\n1,3\n1,4\n0,5\n0,6\n1,7\n1,0\n")
+    go = ("simulate", tmp_path / "r.csv")
+    assert "--expert-bytes" in fails(*go)
+    go += ("--expert-bytes", "1MB")
+    bad = {"--slots 0": "25%", "--slots many": "25%", "--slots 120%": "100%", "--link usb": "pcie3x4", "--link 0GB": "pcie3x4",
+           "--policy belady": "lru", "--layer-ms nan": "--layer-ms", "--tokens 0": "--tokens", "--foresight 1.5": "recall",
+           "--expert-bytes big": "big"}  # fmt: skip
+    for options, says in bad.items():
+        assert says in fails(*go, *options.split())
+    assert "none.npz" in fails("simulate", tmp_path / "none.npz", "--expert-bytes", "1MB")

@@ -1,5 +1,6 @@
 "A replay is the run: the same experts, bytes and waves as the runtime, and nearly its stall."
 
+import json
 import time
 
 import bench_simulator as bench
@@ -13,7 +14,7 @@ from expertflow.config import ConfigError
 from expertflow.evictor import POLICIES
 from expertflow.flow import find_checkpoint
 from expertflow.foresight import Degraded
-from expertflow.simulator import Bus, Compute, Copy, Link, find_link, hottest, simulate
+from expertflow.simulator import Bus, Compute, Copy, Foreseen, Link, Scored, find_link, hottest, simulate, sweep
 from expertflow.yardsticks import from_pairs
 
 RNG = np.random.default_rng
@@ -162,11 +163,11 @@ def test_a_million_layer_steps_in_a_minute():
 
 def test_what_cannot_be_is_refused():
     steps = from_pairs([(0, [0]), (1, [0])], [2, 2])
-    for bad in ({"slots": 0}, {"slots": 1, "per_layer": True}, {"expert_bytes": [1, 2, 3]}, {"link": "pcie9"},
+    for bad in ({"slots": 0}, {"slots": 1, "per_layer": True}, {"expert_bytes": [1, 2, 3]}, {"link": "pcie9"}, {"link": "0GB"},
                 {"policy": "belady"}, {"compute": Compute([1.0])}):  # fmt: skip
         with pytest.raises(ConfigError):
             simulate(steps, **({"slots": 2} | bad))
-    assert find_link("12GB").bytes_per_second == 12e9 and find_link("pcie4x16").bytes_per_second > 2e10
+    assert find_link("12GB/s").bytes_per_second == 12e9 and find_link("pcie4x16").bytes_per_second > 2e10
 
 
 def test_preloading_what_is_hot():
@@ -175,3 +176,53 @@ def test_preloading_what_is_hot():
     cold = simulate(steps, 6, "lru")
     warm = simulate(steps, 6, "lru", preloaded=hottest(steps), expert_bytes=10)
     assert warm.misses <= cold.misses and warm.bytes_preloaded == 60 and warm.yardsticks.least <= cold.yardsticks.least
+
+
+# predictors, and many runs
+
+def some_steps(n=240):
+    rng = RNG(3)
+    return from_pairs([(i % 3, rng.permutation(8)[:2].tolist()) for i in range(n)], [8] * 3)
+
+
+def test_foresight_names_what_comes_as_often_as_it_is_told():
+    steps = some_steps(3000)
+    every = list(steps)
+    for recall in (0.0, 0.6, 1.0):
+        eyes, right = Foreseen(steps, 2, recall), 0
+        for i, (layer, experts) in enumerate(every[:-2]):
+            named = eyes(layer, experts)
+            assert [at for at, _ in named] == [every[i + 1][0], every[i + 2][0]] and all(len(set(e)) == 2 for _, e in named)
+            right += len(set(named[0][1]) & set(every[i + 1][1]))
+        assert right / (2 * len(every[:-2])) == pytest.approx(recall, abs=0.03)
+
+
+def test_a_perfect_prefetcher_on_a_quick_link_leaves_misses_of_the_first_layer_only():
+    steps = some_steps()
+    r = simulate(steps, 12, "lru", link=Link("x", 1e12), compute=Compute(1e-3), prefetcher=Foreseen(steps), expert_bytes=1000)
+    assert r.misses == 2 and r.late == 0 and r.wasted == 0
+
+
+def test_scores_name_the_likeliest_of_the_next_layer():
+    need = np.zeros((2, 3, 8))
+    need[0, 1, [5, 2]] = 0.9, 0.5
+    need[1, 2, 7] = 1.0
+    eyes = Scored(need, 2)
+    assert [eyes(layer, []) for layer in (0, 1, 2, 0, 1)] == [[(1, [5, 2])], [(2, [0, 1])], [], [(1, [0, 1])], [(2, [7, 0])]]
+
+
+def test_a_sweep_in_processes_gives_what_one_after_the_other_gives():
+    "A prefetcher with a memory begins anew in each run."
+    steps = some_steps()
+    grid = {"slots": [6, 0.5], "policy": ["lru", "priority_based"]}
+    alone = [r.as_dict() for r in sweep(steps, grid, prefetcher=Foreseen(steps, 1, 0.5))]
+    assert [(r["slots"], r["policy"]) for r in alone] == [(6, "lru"), (6, "priority_based"), (12, "lru"), (12, "priority_based")]
+    assert alone == [r.as_dict() for r in sweep(steps, grid, processes=2, prefetcher=Foreseen(steps, 1, 0.5))]
+    assert alone[1] == simulate(steps, 6, "priority_based", prefetcher=Foreseen(steps, 1, 0.5)).as_dict()
+
+
+def test_results_can_be_read_and_written():
+    r = simulate(some_steps(), 0.25, link="instant")
+    assert "MIN" in str(r) and "simulated" in str(r)
+    back = json.loads(json.dumps(r.as_dict(), allow_nan=False))
+    assert back["simulated"] and back["tokens_per_second"] is None and back["yardsticks"]["least"] <= back["loads"]
