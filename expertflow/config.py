@@ -209,7 +209,7 @@ def _switches(c: "Config") -> None:
     _flag("strict", c.strict)
     _flag("preload", c.preload)
     _only("strict", c.strict, True, "running with missing experts is")
-    _only("prediction_model_path", _path("prediction_model_path", c.prediction_model_path), None, "a trained predictor is")
+    _path("prediction_model_path", c.prediction_model_path, '"gate" or the file of a trained predictor')
 
 
 def _cold(key: str, x: Any) -> str | float | tuple[tuple[int, int], ...] | None:
@@ -234,11 +234,10 @@ def _numbers(c: "Config") -> None:
     _number("load_timeout", c.load_timeout, 0, 86400, above=True)
     _number("tolerance", c.tolerance, 0, 1)
     _number("cold_share", c.cold_share, 0, 0.5)
-    _number("prediction_lookahead", c.prediction_lookahead, 0, whole=True)
+    if c.prediction_lookahead is not None: _number("prediction_lookahead", c.prediction_lookahead, 0, 64, whole=True)
     _only("tolerance", c.tolerance, 0, "skipping experts is")
-    _only("prediction_lookahead", c.prediction_lookahead, 0, "looking ahead is")
 
-# %% ../nbs/00_config.ipynb #a9240ff6
+# %% ../nbs/00_config.ipynb #18abc903
 def _budget(key: str, x: Any, parse: Callable[[Any], Any] = parse_budget) -> Any:
     try: return parse(x)
     except ConfigError as e: raise ConfigError(f"{key}={_show(x)}: {e}") from None
@@ -258,9 +257,9 @@ def _rate(key: str, x: Any) -> int | None: # bytes/s; None: as fast as it goes
     return n
 
 
-def _path(key: str, x: object) -> str | None:
+def _path(key: str, x: object, what: str = "a folder or a model's name") -> str | None:
     if x is None: return None
-    if not isinstance(x, (str, Path)) or not str(x).strip(): raise _fail(key, x, "must be a folder or a model's name")
+    if not isinstance(x, (str, Path)) or not str(x).strip(): raise _fail(key, x, f"must be {what}")
     return str(x)
 
 # %% ../nbs/00_config.ipynb #7108a2cc
@@ -278,8 +277,8 @@ class Config:
     priority_weights: Mapping[str, float] = field(default_factory=WEIGHTS.copy)
     eviction_threshold: float | None = None # share of the slots filled when eviction starts; None: 0.9 with prefetch, else 1
     warmup_steps: int | None = None         # layer-steps without eviction; None: twice the MoE layers
-    prediction_model_path: str | None = None
-    prediction_lookahead: int = 0           # MoE layers
+    prediction_model_path: str | None = None    # a trained one's file, or "gate": routers alone; None: the best there is
+    prediction_lookahead: int | None = None # MoE layers, 0: off; None: 2 with prediction_model_path, else 0
     strict: bool = True                     # wait for the right expert: output equals the resident model's
     tolerance: float = 0.0                  # routing weight that may be missed
     device: str = "auto"
@@ -302,6 +301,9 @@ class Config:
     @property
     def reserve(self) -> int | None: return _reserve(self.system_reserve)
     @property
+    def lookahead(self) -> int:
+        return (2 if self.prediction_model_path else 0) if self.prediction_lookahead is None else self.prediction_lookahead
+    @property
     def link_rate(self) -> int | None: return _rate("paced_link", self.paced_link)
 
     @classmethod
@@ -322,7 +324,8 @@ def _check(c: Config) -> None:
     _rate("paced_link", c.paced_link)
     tidy = {"cold_experts": _cold("cold_experts", c.cold_experts),
             "model_path": _path("model_path", c.model_path), "dtype": _dtype("dtype", c.dtype),
-            "device": _device("device", c.device), "priority_weights": _weights("priority_weights", c.priority_weights)}
+            "device": _device("device", c.device), "priority_weights": _weights("priority_weights", c.priority_weights),
+            "prediction_model_path": None if c.prediction_model_path is None else str(c.prediction_model_path)}
     for key, x in tidy.items(): object.__setattr__(c, key, x)      # frozen for others, not for its own making
 
 

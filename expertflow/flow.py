@@ -6,8 +6,9 @@
 __all__ = ['find_checkpoint', 'Room', 'look_around', 'plan_for', 'without_cold', 'staging_bytes', 'heat_of', 'heat_order',
            'preload', 'host_slots', 'make_executor', 'break_stream', 'Clock', 'Generation', 'Watch', 'Requests',
            'longest', 'prompt_of', 'around_generate', 'Parts', 'ExpertFlow', 'load_tokenizer', 'load', 'open_books',
-           'one_line', 'load_model', 'threshold_of', 'segment_slots', 'build_runtime', 'rebudget', 'encode',
-           'stream_text', 'Report', 'measured_peak', 'make_report', 'report_table']
+           'one_line', 'load_model', 'threshold_of', 'segment_slots', 'build_runtime', 'with_predictor', 'foresee',
+           'rebudget', 'encode', 'stream_text', 'Report', 'measured_peak', 'prediction_line', 'make_report',
+           'report_table']
 
 # %% ../nbs/10b_flow.ipynb #0a868eb4
 import contextlib
@@ -40,10 +41,12 @@ from .cache import ExpertCache, LayerStep, admit, end
 from .checkpoint import Checkpoint, ExpertStore, check_supported, quantisation, unpacking
 from .config import BudgetError, CheckpointError, Config, ConfigError, ExpertFlowError, Share, Source, fmt_bytes
 from .evictor import make_evictor
+from .foresight import Foresight, make_predictor, predictor_bytes, predictor_file
 from .hardware import device_memory, give_back_freed, memory_available, peak_rss, pick_device, rss
-from .ledger import Inventory, Ledger, Plan, admit_kv, inventory, make_plan
+from .ledger import Component, Inventory, Ledger, Plan, admit_kv, inventory, make_plan
 from .mover import AcceleratorExecutor, CpuExecutor, Executor, Link, Slab
 from .runtime import Runtime, offloaded
+from .taps import find_taps
 from .trace import named_cold
 
 # %% ../nbs/10b_flow.ipynb #d1701bf1
@@ -333,7 +336,7 @@ def prompt_of(model_kwargs: Mapping[str, Any]) -> int:  # tokens
     mask = model_kwargs.get("attention_mask")
     return mask.shape[-1] if isinstance(mask, Tensor) else 1 << 40
 
-# %% ../nbs/10b_flow.ipynb #fbb18ba2
+# %% ../nbs/10b_flow.ipynb #36d499ba
 def around_generate(cls: type[PreTrainedModel], flow: "Callable[[], ExpertFlow]") -> dict[str, Any]:
     "Methods for the offloaded subclass of `cls`: `generate` with a clock and a way out for errors, and admission."
 
@@ -345,6 +348,8 @@ def around_generate(cls: type[PreTrainedModel], flow: "Callable[[], ExpertFlow]"
         length = ids.shape[-1] if isinstance(ids, Tensor) else 0
         this = flow()  # which stays until this call is over
         watch = Watch(this.runtime, clock, length)
+        if this.foresight:
+            this.foresight.begin()
         try:
             with this.requests.one():
                 out = cls.generate(self, *args, **kwargs)  # type: ignore[attr-defined]
@@ -380,6 +385,7 @@ class Parts:
     runtime: Runtime
     ledger: Ledger
     requests: Requests
+    foresight: Foresight | None = None
     host_slots = 0
     cold: Sequence[tuple[int, int]] = ()  # (layer, expert) that stay on the host
 
@@ -390,6 +396,8 @@ class Parts:
 
     def close(self) -> None:
         "Ends the reader threads and closes the files. The model cannot be used afterwards."
+        if self.foresight:
+            self.foresight.close()
         if hasattr(self, "runtime"):
             self.runtime.close()
 
@@ -472,6 +480,8 @@ def load(cfg: Config, model_kwargs: dict[str, Any]) -> ExpertFlow:
     device = pick_device(cfg.device)
     attention = model_kwargs.get("attn_implementation")
     inv = inventory(path, None if cfg.dtype == "auto" else cfg.dtype, device=device.type, attention=attention)
+    if cfg.lookahead:
+        inv = with_predictor(inv, predictor_file(cfg.prediction_model_path, ckpt))
     if device.type == "cpu":
         give_back_freed()  # else the process is larger than what it uses, and the budget could not be kept
     room = look_around(device, cfg.reserve, inv.dtype)
@@ -487,6 +497,7 @@ def load(cfg: Config, model_kwargs: dict[str, Any]) -> ExpertFlow:
         if cfg.preload:
             order = heat_order(path, flow.runtime.store.num_experts)
             preload(flow.runtime, [x for x in order if x not in set(cold)])
+        flow.foresight = foresee(flow, ckpt)
     except BaseException:
         flow.close()
         raise
@@ -549,12 +560,12 @@ def load_model(flow: ExpertFlow, ckpt: Checkpoint, model_kwargs: dict[str, Any])
 def _gone() -> ExpertFlow:
     raise ExpertFlowError("the ExpertFlow object of this model is gone; keep a reference to it while you use the model")
 
-# %% ../nbs/10b_flow.ipynb #a77e4e0d
+# %% ../nbs/10b_flow.ipynb #6c74eaac
 def threshold_of(cfg: Config) -> float:
     "The eviction threshold in effect."
     if cfg.eviction_threshold is not None:
         return cfg.eviction_threshold
-    return 0.9 if cfg.prediction_lookahead else 1.0
+    return 0.9 if cfg.lookahead else 1.0
 
 # %% ../nbs/10b_flow.ipynb #7300c50b
 def segment_slots(plan: Plan, experts: int) -> int:
@@ -586,6 +597,19 @@ def build_runtime(store: ExpertStore, flow: ExpertFlow) -> Runtime:
     rt = Runtime(store, cache, slab, executor, cfg.experts_implementation)
     rt.host_compute = cfg.host_compute
     return rt
+
+# %% ../nbs/10b_flow.ipynb #8f18f3ac
+def with_predictor(inv: Inventory, file: Path | None) -> Inventory:
+    "The model with the memory that its predictor takes."
+    nbytes = predictor_bytes(file, inv.components["router"].params)
+    return replace(inv, components={**inv.components, "predictor": Component(nbytes=nbytes)})
+
+def foresee(flow: ExpertFlow, ckpt: Checkpoint) -> Foresight | None:
+    "The prediction that the configuration asks for, at work."
+    if not (far := flow.config.lookahead):
+        return None
+    file, taps = predictor_file(flow.config.prediction_model_path, ckpt), find_taps(flow.model)
+    return Foresight(flow.runtime, taps, make_predictor(file, flow, taps, far), far, str(file or "gate"))
 
 # %% ../nbs/10b_flow.ipynb #1c9eee24
 def rebudget(flow: ExpertFlow, budget: Any) -> Plan:
@@ -675,7 +699,7 @@ class _Stop:
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         return torch.full((len(input_ids),), self.event.is_set(), device=input_ids.device)
 
-# %% ../nbs/10b_flow.ipynb #f1e17b5b
+# %% ../nbs/10b_flow.ipynb #429748d8
 @dataclass
 class Report:
     "Figures of a loaded model and of what it has generated so far."
@@ -687,6 +711,7 @@ class Report:
     peak: int  # bytes, measured
     cache: dict[str, Any]
     traffic: dict[str, Any]
+    prediction: dict[str, Any] | None = None  # who looks ahead, and how often it was right
     runs: list[dict[str, Any]] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -702,7 +727,20 @@ def measured_peak(device: torch.device) -> int:
     ask = getattr(torch.accelerator, "max_memory_allocated", None)
     return int(ask(device)) if ask else 0
 
-# %% ../nbs/10b_flow.ipynb #21e12561
+# %% ../nbs/10b_flow.ipynb #f58edaa9
+def _rate(x: float | None, unit: str, digits: int = 2) -> str:
+    return "-" if x is None else f"{x:.{digits}f} {unit}"
+
+def prediction_line(r: Report) -> str:
+    "Of all runs so far: needed experts that were named in time to load them, and what became of the loads."
+    p, c, seconds = r.prediction or {}, r.cache, sum(g["seconds"] for g in r.runs)
+    right = ", ".join("-" if x is None else f"{x:.0%}" for x in p["recall"])
+    named = f"{p['lookahead']} layers ahead, named {right} of what was needed" if right else "nothing to look ahead to yet"
+    kinds = {"in_time": "in time", "late": "late", "wasted": "in vain", "cancelled": "called off"}
+    loads = f"{c['prefetched']} prefetched: " + ", ".join(f"{c[k]} {text}" for k, text in kinds.items())
+    return f"prediction {Path(p['predictor']).stem}, {named}; {loads}; {p['seconds'] / seconds:.1%} of the time"
+
+# %% ../nbs/10b_flow.ipynb #2b59a014
 def make_report(flow: ExpertFlow) -> Report:
     rt = flow.runtime
     chosen: dict[str, Any] = {"device": str(flow.device), "dtype": str(flow.model.dtype).removeprefix("torch.")}
@@ -712,10 +750,8 @@ def make_report(flow: ExpertFlow) -> Report:
     plan = flow.plan.as_dict() | {"cold_experts": len(flow.cold)}
     memory, runs = flow.ledger.snapshot(), [r.as_dict() for r in flow.generations]
     traffic = asdict(rt.traffic) | {"paced_link": flow.config.link_rate}  # bytes/s, None: not slowed down
-    return Report(str(flow.path), str(flow.device), config, plan, memory, measured_peak(flow.device), count, traffic, runs)
-
-def _rate(x: float | None, unit: str, digits: int = 2) -> str:
-    return "-" if x is None else f"{x:.{digits}f} {unit}"
+    seen = flow.foresight.as_dict() if flow.foresight else None
+    return Report(str(flow.path), str(flow.device), config, plan, memory, measured_peak(flow.device), count, traffic, seen, runs)
 
 def report_table(r: Report) -> str:
     "The report for people; the last run in full."
@@ -731,6 +767,7 @@ def report_table(r: Report) -> str:
             f"traffic    {fmt_bytes(g['bytes_loaded'])} loaded ({fmt_bytes(int(g['bytes_per_token'] or 0))} per token), "
             f"stalled {g['stall']:.2f} s" + (f"; paced: {fmt_bytes(rate)}/s" if (rate := r.traffic["paced_link"]) else ""),
         ]
+        lines += [prediction_line(r)] if r.prediction else []
         lines += [f"failed     {g['error']}"] if g["error"] else []
     p, dev = r.plan, r.memory["device"]
     lines += [

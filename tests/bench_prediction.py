@@ -17,8 +17,9 @@ import simdev
 import torch
 from bench_overlap import decode, load, measure, record
 
+from expertflow.checkpoint import Checkpoint
 from expertflow.flow import find_checkpoint
-from expertflow.foresight import Degraded, Foresight
+from expertflow.foresight import Degraded, Foresight, make_predictor, predictor_file
 from expertflow.taps import find_taps
 
 TEXT = "The old man walked slowly down to the harbour, where the boats lay in the evening sun, and asked the boy for his name."
@@ -38,7 +39,7 @@ def curve(some, whole, tokens, seen, predictors, ratio, compute, rounds):
     for i in range(rounds):
         for name in order[i % len(order):] + order[: i % len(order)]:
             way, flow = ways[name], whole if name == "resident" else some
-            eyes = Foresight(flow.runtime, find_taps(flow.model), way, 1) if callable(way) else None
+            eyes = Foresight(flow.runtime, way[0].taps, way[0], 1, ratio=way[1]) if isinstance(way, tuple) else None
             guess = eyes or (Degraded(seen, n, way, seed=i) if way is not None else None)
             run = measure(flow, tokens, None if name == "resident" else 0, guess=guess, **device)
             if eyes:
@@ -58,11 +59,13 @@ def curve(some, whole, tokens, seen, predictors, ratio, compute, rounds):
     return {"load_to_compute": ratio, "link_MB_per_s": link / 1e6, "missing_on_demand": missing, "ways": rows}
 
 
-def predictors_for(model):
-    "Those that need a run-time only: gate look-ahead, and the one that was trained, if it is there."
-    from expertflow.predictor import predictors_of
-
-    return predictors_of(model)
+def predictors_for(flow):
+    "Name -> predictor and what a miss counts in loads in vain: the routers alone, and the one in the package, if there is one."
+    taps, ckpt = find_taps(flow.model), Checkpoint.open(flow.path)
+    ways = {"gate look-ahead": make_predictor(None, flow, taps, 1)}
+    if file := predictor_file(None, ckpt):
+        ways["trained"] = make_predictor(file, flow, taps, 1)
+    return {f"{name}, a miss counts {ratio:g}": (p, ratio) for name, p in ways.items() for ratio in (1.0, 4.0)}
 
 
 def main(out=None, compute=0.02, rounds=3, ratios=RATIOS, n_tokens=24):
@@ -77,7 +80,7 @@ def main(out=None, compute=0.02, rounds=3, ratios=RATIOS, n_tokens=24):
         whole.runtime.table = lambda layer: None  # not by the path that needs no wait for the router
         decode(whole, tokens)
         seen = record(some, tokens)
-        rows = [curve(some, whole, tokens, seen, predictors_for(some.model), x, compute, rounds) for x in ratios]
+        rows = [curve(some, whole, tokens, seen, predictors_for(some), x, compute, rounds) for x in ratios]
     result = {"simulated": True, "attention_ms": compute * 1e3, "tokens": len(tokens), "model": "tiny-moe", "budget": "25%",
               "rounds": rounds, "rows": rows}  # fmt: skip
     print(json.dumps(result, indent=1))

@@ -129,8 +129,8 @@ BAD = {
     "cold_share": [(-0.1, "at least 0"), (0.6, "at most 0.5"), (None, "a number")],
     "strict": [(1, "true or false"), (False, "not available in this version")],
     "tolerance": [(0.1, "not available"), (2, "at most 1")],
-    "prediction_lookahead": [(2, "not available")],
-    "prediction_model_path": [("p.pt", "not available")],
+    "prediction_lookahead": [(-1, "at least 0"), (65, "at most 64"), (1.5, "a whole number"), (True, "a whole number")],
+    "prediction_model_path": [("", '"gate" or the file'), (7, '"gate" or the file')],
     "priority_weights": [({"recency": 0.5}, "sum to 0.5"), ({}, "sum to 0"), ([1, 0, 0], "table"),
                          ({"recency": True}, "a number"),
                          ({"recency": -1, "transfer_cost": 2}, "at least 0"), ({"recency": math.nan}, "a number"),
@@ -155,7 +155,7 @@ def test_every_setting_has_an_impossible_value(): assert set(BAD) == set(KEYS)
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("x", [10**5000, "1" * 5000, "6GB\n" * 100, np.ones((30, 30))], ids=["digits", "ones", "lines", "array"])
 def test_a_message_is_one_short_line_whatever_the_value(key, x):
-    if key in ("model_path", "cold_experts") and isinstance(x, str): return      # any text may be a path
+    if key in ("model_path", "cold_experts", "prediction_model_path") and isinstance(x, str): return      # any text may be a path
     refused(Config.make, {key: x})
 
 

@@ -172,3 +172,50 @@ def test_tally():
     t.add(2, [1, 2, 3], [2, 5])
     t.add(1, [], [4])
     assert t.recall() == [0.0, 0.5] and t.precision() == [None, 1 / 3]
+
+
+def settings(**kw):
+    return {"gpu_memory_budget": "50%", "context": 128} | kw
+
+
+def test_settings_of_prediction(tmp_path):
+    "Off by default; a file or `gate` turns it on; what it takes is part of the plan and of the report."
+    text = {"prompt": "She looked at the sea and", "max_new_tokens": 12, "do_sample": False}
+    with ExpertFlow.from_pretrained("tiny-moe", **settings()) as flow:
+        assert flow.foresight is None and flow.runtime.prefetcher is None and flow.report().prediction is None
+        want, dense = flow.generate(**text), flow.plan.dense
+    for kw, far in (({"prediction_model_path": "gate"}, 2), ({"prediction_lookahead": 1}, 1),
+                    ({"prediction_model_path": "gate", "prediction_lookahead": 3}, 3)):  # fmt: skip
+        with ExpertFlow.from_pretrained("tiny-moe", **settings(**kw)) as flow:
+            assert flow.foresight.lookahead == far and flow.plan.dense > dense
+            assert flow.generate(**text) == want
+            report = flow.report()
+            assert len(report.prediction["recall"]) == far and report.cache["prefetched"] > 0
+            assert "layers ahead, named" in str(report) and report.prediction["lookahead"] == far
+        assert flow.runtime.prefetcher is None and not flow.foresight.watch.hooks
+    with ExpertFlow.from_pretrained("tiny-moe", **settings(prediction_model_path="gate", prediction_lookahead=0)) as flow:
+        assert flow.foresight is None
+
+
+def test_the_predictor_of_another_model_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):
+    from expertflow.predictor import LayerAhead, save_predictor
+
+    path = write_checkpoint("olmoe", tmp_path / "model", dtype="bfloat16")
+    with ExpertFlow.from_pretrained(path, **settings()) as flow:
+        save_predictor(LayerAhead(find_taps(flow.model)), tmp_path / "p.safetensors", flow)
+    with ExpertFlow.from_pretrained(path, **settings(prediction_model_path=tmp_path / "p.safetensors")) as flow:
+        assert flow.foresight.name.endswith("p.safetensors")
+    monkeypatch.setattr("expertflow.flow.load_model", None)
+    for file, why in ((tmp_path / "p.safetensors", "was made for the model"), (tmp_path / "none", "no file"), (path, "no file")):
+        with pytest.raises(ExpertFlowError, match=why):
+            ExpertFlow.from_pretrained("tiny-moe", **settings(prediction_model_path=file))
+
+
+def test_what_a_predictor_takes_is_planned(tmp_path):
+    "The matrices it holds on the device are not more than the plan says."
+    path = write_checkpoint("olmoe", tmp_path, dtype="bfloat16")
+    with ExpertFlow.from_pretrained(path, **settings(prediction_lookahead=4)) as flow:
+        p = flow.foresight.predictor
+        tensors = [t for t in [*p.fold, p.curve, *(x for c in p.corrections.values() for x in (c.up, c.down))] if t is not None]
+        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        assert 0 < sum(held.values()) <= flow.inventory.components["predictor"].nbytes + 1024
