@@ -108,7 +108,17 @@ def margin(scores: Tensor, k: int) -> Tensor:  # [..., E]
     border = (top[..., k - 1 : k] + top[..., -1:]) / 2
     return (scores - border) / scores.std(-1, keepdim=True).clamp(min=1e-6)
 
-# %% ../nbs/07c_predictor.ipynb #56288367
+# %% ../nbs/07c_predictor.ipynb #34d2aaff
+def _windows(rows: Sequence[Tensor | None], ahead: int) -> list[Tensor | None]:
+    "For each layer the matrices of the `ahead` layers after it as one, None where one is unknown; all are parts of one tensor."
+    known = [r for r in rows if r is not None]
+    whole = torch.cat(known) if known else torch.zeros(0, 0)
+    start = np.cumsum([0] + [0 if r is None else len(r) for r in rows])
+    after = [rows[i + 1 : i + 1 + ahead] for i in range(len(rows))]
+    return [whole[start[i + 1] : start[i + 1 + len(some)]] if some and all(r is not None for r in some) else None
+            for i, some in enumerate(after)]  # fmt: skip
+
+# %% ../nbs/07c_predictor.ipynb #a7389a59
 class GateAhead:
     "The routers of the next `ahead` MoE layers, applied to the stream of now."
 
@@ -153,16 +163,6 @@ class GateAhead:
             return linear(rms_norm(residual.float(), residual.shape[1:]), w[d * self.E : (d + 1) * self.E])
         t = self.targets(layer)[d]
         return choice_scores(t, t.route(residual.to(self.dtype)).logits)[:, : self.E].float()
-
-
-def _windows(rows: Sequence[Tensor | None], ahead: int) -> list[Tensor | None]:
-    "For each layer the matrices of the `ahead` layers after it as one, None where one is unknown; all are parts of one tensor."
-    known = [r for r in rows if r is not None]
-    whole = torch.cat(known) if known else torch.zeros(0, 0)
-    start = np.cumsum([0] + [0 if r is None else len(r) for r in rows])
-    after = [rows[i + 1 : i + 1 + ahead] for i in range(len(rows))]
-    return [whole[start[i + 1] : start[i + 1 + len(some)]] if some and all(r is not None for r in some) else None
-            for i, some in enumerate(after)]  # fmt: skip
 
 # %% ../nbs/07c_predictor.ipynb #842cab17
 class LayerAhead(GateAhead):
