@@ -261,10 +261,10 @@ def find_taps(model: nn.Module) -> list[Tap]:
     _trace(model, seen)
     return [_conclude(model, s) for s in seen]
 
-# %% ../nbs/04a_taps.ipynb #551ebe2b
+# %% ../nbs/04a_taps.ipynb #5fcc742b
 OnRoute = Callable[[int, Tensor, Any], None]  # MoE layer, residual [N, H], the router's output
 
-
+# %% ../nbs/04a_taps.ipynb #24da74f0
 class Watch:
     "Calls `on_route(layer, residual, output)` at each router of `taps`, until removed. A context manager."
 
