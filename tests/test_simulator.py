@@ -14,7 +14,9 @@ from expertflow.config import ConfigError
 from expertflow.evictor import POLICIES
 from expertflow.flow import find_checkpoint
 from expertflow.foresight import Degraded
+from expertflow.recorder import record
 from expertflow.simulator import Bus, Compute, Copy, Foreseen, Link, Scored, find_link, hottest, simulate, sweep
+from expertflow.trace import load_trace
 from expertflow.yardsticks import from_pairs
 
 RNG = np.random.default_rng
@@ -44,8 +46,10 @@ def both(path, budget, recall=None, passes=((24, 12), (9, 6)), **settings):
         return bench.counts_of(flow), bench.counts_in(r), r
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("budget", ["100%", "60%", "25%"])
+AGREE = [(budget, p) for budget in ("100%", "25%") for p in ("lru", "priority_based")] + [("60%", p) for p in POLICIES]
+
+
+@pytest.mark.parametrize(("budget", "policy"), AGREE)
 def test_hits_misses_and_bytes_are_those_of_the_runtime(tiny, budget, policy):
     real, replayed, r = both(tiny, budget, eviction_policy=policy)
     assert real == replayed and r.hits + r.misses > 500
@@ -58,6 +62,17 @@ OTHERS = [{"eviction_threshold": 0.8}, {"eviction_threshold": 0.5, "warmup_steps
 def test_also_with_a_threshold_and_from_an_empty_cache(tiny, settings):
     real, replayed, _ = both(tiny, "40%", **settings)
     assert real == replayed
+
+
+def test_a_recording_replayed_is_the_run(tiny, tmp_path):
+    "From the model through a trace on disk; the prompt in blocks, and two texts in a batch."
+    with bench.load(tiny, "40%", token_block_size=8, batch=2) as flow:
+        with record(flow, tmp_path / "t"), torch.no_grad():
+            bench.generate(flow, 24, 12)
+            ids = flow.tokenizer(bench.TEXT, return_tensors="pt").input_ids[:, :18].view(2, 9)
+            flow.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=6, max_new_tokens=6)
+        r = simulate(load_trace(tmp_path / "t"), **bench.like(flow))
+        assert bench.counts_of(flow) == bench.counts_in(r) and r.passes > 20
 
 
 def test_also_of_a_prompt_that_needs_more_experts_than_there_are_slots(tiny):
