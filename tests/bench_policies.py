@@ -1,11 +1,11 @@
 """Every eviction policy on recorded decoding: loads against MIN and LRU, per sequence from an empty cache.
 
-    python tests/bench_policies.py [--every 16] [--out nbs/06_evictor.json]
+    python tests/bench_policies.py [--every 8] [--out nbs/06_evictor.json]
 
 Judged on every n-th sequence. "forecast" begins each of them knowing nothing, "forecast_carried" knows what it learned from
-other sequences (those `every` // 2 further), and goes on learning; both are guarded by LRU. `*_alone` is the same without the
+`--learn` other sequences, and goes on learning; both are guarded by LRU. `*_alone` is the same without the
 guard. Slots are shared by all layers, or each layer has its own (not with E/8 = top-k: then a layer has no choice).
-A layer-step is atomic. Written after each policy.
+A layer-step is atomic. Written after each policy; what the file has already is not done again.
 """
 import argparse
 import copy
@@ -94,13 +94,14 @@ def slots_of(org: str, share: str, L: int, E: int) -> int:
 def main() -> None:
     p = argparse.ArgumentParser()
     p.add_argument("--trace", default="../shared/data/routing/gpt-oss-20b/gpt_oss_20b_decode.npz")
-    p.add_argument("--every", type=int, default=16)
+    p.add_argument("--every", type=int, default=8)
+    p.add_argument("--learn", type=int, default=100)
     p.add_argument("--out", default="nbs/06_evictor.json")
     a = p.parse_args()
     trace = import_trace(a.trace)
     texts = [t.ids.astype(np.int64) for t in trace.sequences()]
     L, E = trace.n_layers, max(trace.num_experts)
-    test, train = texts[:: a.every], texts[a.every // 2 :: a.every]
+    test, train = texts[:: a.every], [x for i, x in enumerate(texts) if i % a.every][:: 3][: a.learn]
     start = time.process_time()
     teacher = LearnedForecast([E] * L)
     for x in train:
@@ -108,12 +109,15 @@ def main() -> None:
         for row in x:
             for layer, e in enumerate(row): teacher.observe(layer, e)
     seconds = time.process_time() - start
-    result = {"trace": Path(a.trace).name, "sequences": len(test), "tokens": sum(map(len, test)), "layers": L, "experts": E,
+    result = {"trace": Path(a.trace).name, "every": a.every, "sequences": len(test), "tokens": sum(map(len, test)),
+              "layers": L, "experts": E,
               "learned_from": {"sequences": len(train), "tokens": sum(map(len, train)),
                                "us_per_layer_step": round(1e6 * seconds / sum(map(len, train)) / L, 1)},
               "needed": [int(x.size) for x in test], "loads": {}}
+    if Path(a.out).exists(): result["loads"] = json.loads(Path(a.out).read_text())["loads"]
 
     def note(name: str, loads) -> None:     # loads(text, E, slots, per_layer)
+        if name in result["loads"]: return
         start = time.process_time()
         result["loads"][name] = {f"{org} {s}": [loads(i, slots_of(org, s, L, E), org == "per_layer") for i in range(len(test))]
                                  for org, s in CELLS}
@@ -139,12 +143,12 @@ def main() -> None:
     for name in ("decayed_frequency", "priority_based", "lfu"): note(name, plain(name))
     cold = [values_of(LearnedForecast([E] * L), x) for x in test]
     note("forecast_alone", played(cold, False))
+    note("forecast_carried", played(carried, True))
+    note("forecast", played(cold, True))
     for w in (1, 2, 4, 8): note(f"min_window_{w}", lambda i, slots, per, w=w: minimum(test[i], E, slots, per, window=w))
     note("min_forced", lambda i, slots, per: minimum(test[i], E, slots, per, forced=True))
     for name in POLICIES:
-        if name not in result["loads"] and name != "forecast": note(name, plain(name))
-    note("forecast_carried", played(carried, True))
-    note("forecast", played(cold, True))
+        if name not in ("lru", "forecast"): note(name, plain(name))
 
 
 if __name__ == "__main__":
