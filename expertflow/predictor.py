@@ -4,18 +4,19 @@
 
 # %% auto #0
 __all__ = ['FADE', 'USUAL', 'Batch', 'MISSED', 'LEAST', 'MOST', 'KIND', 'SHIPPED', 'Correction', 'corrected', 'features',
-           'past_of', 'folded', 'choice_scores', 'margin', 'GateAhead', 'LayerAhead', 'Streams', 'gather', 'windows',
-           'batches', 'level', 'closed_form', 'polish', 'missed_loss', 'recalls', 'calibrate', 'learn_layer',
+           'past_of', 'folded', 'agreement', 'ranking', 'margin', 'GateAhead', 'LayerAhead', 'Streams', 'gather',
+           'windows', 'batches', 'level', 'closed_form', 'polish', 'missed_loss', 'recalls', 'calibrate', 'learn_layer',
            'rank_for', 'check_size', 'checkpoint_of', 'save_predictor', 'load_predictor', 'shipped', 'train_predictor',
            'digest', 'evaluate_predictor', 'time_share']
 
-# %% ../nbs/07c_predictor.ipynb #1fb35ed9
+# %% ../nbs/07c_predictor.ipynb #c83f3bc6
 import hashlib
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def past_of(x: Tensor, before: tuple[Tensor, Tensor] | None) -> tuple[tuple[Tens
     previous = torch.cat([last[:, None], x[:, :-1]], 1)
     return (previous.flatten(0, 1), torch.stack(means, 1).flatten(0, 1)), (x[:, -1], mean)
 
-# %% ../nbs/07c_predictor.ipynb #7c350af0
+# %% ../nbs/07c_predictor.ipynb #50a59add
 def folded(tap: Tap) -> Tensor | None:
     "Router and norm as one matrix [E, H] for the normalised stream, where they are that simple; else None."
     w, g = getattr(tap.router, "weight", None), getattr(tap.norm, "weight", None)
@@ -84,18 +85,32 @@ def folded(tap: Tap) -> Tensor | None:
         true = tap.route(x.to(g.dtype))
         for gain in (g.float(), 1 + g.float()):
             guess = linear(rms_norm(x, x.shape[1:]), w.float() * gain)
-            best = guess.topk(tap.top_k, -1).indices
-            same = (best[:, :, None] == true.ids[:, None]).any(-1).float().mean()  # a bias or groups may choose otherwise
+            same = agreement(guess, true.ids)  # a bias or groups may choose otherwise
             if (guess - true.logits).norm() < 0.03 * true.logits.float().norm() and same > 0.95:
                 return w.float() * gain
     return None
 
 
-def choice_scores(tap: Tap, logits: Tensor) -> Tensor:
-    "What the router ranks experts by: its logits, or their sigmoid with a correction where it has one."
-    own = [getattr(tap.router, "e_score_correction_bias", None), *tap.args, *tap.kwargs.values()]
-    bias = next((b for b in own if isinstance(b, Tensor) and b.shape == logits.shape[1:]), None)
-    return logits if bias is None else torch.sigmoid(logits.float()) + bias
+def agreement(scores: Tensor, ids: Tensor) -> float:  # [N, E], [N, K]
+    "The share of chosen experts that are also the best by these scores."
+    best = scores.topk(ids.shape[1], -1).indices
+    return (best[:, :, None] == ids[:, None]).any(-1).float().mean().item()
+
+
+@torch.no_grad()
+def ranking(tap: Tap) -> Callable[[Tensor], Tensor]:  # logits [N, E] -> scores [N, E]
+    "What the router ranks experts by, found by trying: its logits, or their sigmoid or softmax with a correction that it has."
+    w = next((p for p in tap.router.parameters() if p.ndim == 2 and len(p) == tap.num_experts), None)
+    if w is None:
+        return lambda logits: logits
+    gain = getattr(tap.norm, "weight", w)
+    x = torch.randn(64, w.shape[1], generator=torch.Generator().manual_seed(0)).to(gain)
+    true = tap.route(x)
+    own = [*tap.router.parameters(), *tap.router.buffers(), *tap.args, *tap.kwargs.values()]
+    biases = [t.flatten() for t in own if isinstance(t, Tensor) and t.numel() == true.logits.shape[1]]
+    squashed = torch.sigmoid, partial(torch.softmax, dim=-1)
+    ways = [lambda s: s, *(lambda s, b=b, f=f: f(s.float()) + b for b in biases for f in squashed)]
+    return max(ways, key=lambda way: agreement(way(true.logits), true.ids))
 
 # %% ../nbs/07c_predictor.ipynb #8c6a5594
 # Steepness and offset of the probabilities before any calibration, per distance; from both bundled models.
@@ -118,7 +133,7 @@ def _windows(rows: Sequence[Tensor | None], ahead: int) -> list[Tensor | None]:
     return [whole[start[i + 1] : start[i + 1 + len(some)]] if some and all(r is not None for r in some) else None
             for i, some in enumerate(after)]  # fmt: skip
 
-# %% ../nbs/07c_predictor.ipynb #a7389a59
+# %% ../nbs/07c_predictor.ipynb #b38eee1d
 class GateAhead:
     "The routers of the next `ahead` MoE layers, applied to the stream of now."
 
@@ -136,7 +151,7 @@ class GateAhead:
         self.corrections: dict[int, Correction] = {}
         curve = torch.tensor([USUAL[min(d, len(USUAL) - 1)] for d in range(ahead)])
         self.curve = curve.repeat(len(taps), 1, 1)  # [L, D, 2]
-        self.fold = _windows([folded(t) for t in taps], ahead)
+        self.fold, self.rank = _windows([folded(t) for t in taps], ahead), [ranking(t) for t in taps]
         self.own = threading.local()
         norm, router = taps[0].norm, taps[0].router
         weights = [*([] if norm is None else norm.parameters()), *router.parameters(), torch.zeros(0)]
@@ -154,7 +169,7 @@ class GateAhead:
         if (w := self.fold[layer]) is not None:
             return linear(x, w).unflatten(1, (-1, self.E))
         stream = stream.to(self.dtype)
-        all_scores = [choice_scores(t, t.route(stream).logits)[:, : self.E].float() for t in self.targets(layer)]
+        all_scores = [self.rank[t.layer](t.route(stream).logits)[:, : self.E].float() for t in self.targets(layer)]
         return torch.stack(all_scores, 1)
 
     def own_scores(self, layer: int, d: int, residual: Tensor) -> Tensor:  # [N, E]
@@ -162,7 +177,7 @@ class GateAhead:
         if (w := self.fold[layer]) is not None:
             return linear(rms_norm(residual.float(), residual.shape[1:]), w[d * self.E : (d + 1) * self.E])
         t = self.targets(layer)[d]
-        return choice_scores(t, t.route(residual.to(self.dtype)).logits)[:, : self.E].float()
+        return self.rank[t.layer](t.route(residual.to(self.dtype)).logits)[:, : self.E].float()
 
 # %% ../nbs/07c_predictor.ipynb #842cab17
 class LayerAhead(GateAhead):
