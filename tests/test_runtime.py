@@ -26,7 +26,7 @@ from transformers.utils import logging
 
 from expertflow.cache import check
 from expertflow.checkpoint import Checkpoint
-from expertflow.config import ExpertFlowError
+from expertflow.config import POLICIES, ExpertFlowError
 from expertflow.flow import ExpertFlow
 from expertflow.testing import write_checkpoint
 
@@ -376,8 +376,7 @@ def test_eager_in_waves(path):
         check(f.runtime.cache)
 
 
-@pytest.mark.parametrize("policy", ["lru", "priority_based"])
-@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize(("policy", "threads"), [*((p, 4) for p in POLICIES), ("lru", 1), ("priority_based", 1)])
 def test_policies_and_threads(policy, threads, path, ref):
     with offloaded(path, "30%", eviction_policy=policy, io_threads=threads, eviction_threshold=0.5, warmup_steps=3) as f:
         compare(ref, f, new=20)
