@@ -1204,6 +1204,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'expertflow.taps.Watch.remove': ('taps.html#watch.remove', 'expertflow/taps.py'),
                                  'expertflow.taps._Seen': ('taps.html#_seen', 'expertflow/taps.py'),
                                  'expertflow.taps._Seen.layer_hook': ('taps.html#_seen.layer_hook', 'expertflow/taps.py'),
+                                 'expertflow.taps._Seen.mine': ('taps.html#_seen.mine', 'expertflow/taps.py'),
                                  'expertflow.taps._Seen.norm_hook': ('taps.html#_seen.norm_hook', 'expertflow/taps.py'),
                                  'expertflow.taps._Seen.router_hook': ('taps.html#_seen.router_hook', 'expertflow/taps.py'),
                                  'expertflow.taps._Seen.shared_hook': ('taps.html#_seen.shared_hook', 'expertflow/taps.py'),

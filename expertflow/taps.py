@@ -150,7 +150,7 @@ def without_experts(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
             if old is not None:
                 m.forward = old
 
-# %% ../nbs/04a_taps.ipynb #9f37c8e9
+# %% ../nbs/04a_taps.ipynb #da466128
 @dataclass
 class _Seen:
     "What the traced pass showed of one MoE layer."
@@ -160,27 +160,33 @@ class _Seen:
     shared: dict[str, tuple[Tensor, bool]] = field(default_factory=dict)  # name -> output, before the router?
     after: Tensor | None = None  # the stream after the layer
     call: tuple[tuple[Any, ...], dict[str, Any], Any] | None = None  # args, kwargs and output of the router
+    thread: int = field(default_factory=threading.get_ident)  # others may run the model meanwhile
+
+    def mine(self) -> bool:
+        return threading.get_ident() == self.thread
 
     def norm_hook(self, name: str) -> Callable:
         def hook(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-            if self.call is None and isinstance(out, Tensor) and args and isinstance(args[0], Tensor):
+            if self.mine() and self.call is None and isinstance(out, Tensor) and args and isinstance(args[0], Tensor):
                 self.norms[name] = args[0], out
 
         return hook
 
     def shared_hook(self, name: str) -> Callable:
         def hook(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-            if isinstance(out, Tensor):
+            if self.mine() and isinstance(out, Tensor):
                 self.shared[name] = out, self.call is None
 
         return hook
 
-    def router_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        self.call = args, kwargs, out
+    def router_hook(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
+        if self.mine():  # torch may forget the kwargs in a call of another thread while the hook is taken off
+            self.call = args, *rest  # type: ignore[assignment]
 
     def layer_hook(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        first = out[0] if isinstance(out, tuple) else out
-        self.after = first if isinstance(first, Tensor) else None
+        if self.mine():
+            first = out[0] if isinstance(out, tuple) else out
+            self.after = first if isinstance(first, Tensor) else None
 
 # %% ../nbs/04a_taps.ipynb #b1036c6e
 def _conclude(model: nn.Module, seen: _Seen) -> Tap:
