@@ -90,8 +90,8 @@ def needed(probabilities: Tensor) -> Tensor:  # [N, D, E] -> [D, E]
     "Probability that at least one token of a block goes to an expert, as if each chose on its own."
     return probabilities[0] if len(probabilities) == 1 else 1 - torch.exp(torch.log1p(-probabilities.clamp(max=1 - 1e-6)).sum(0))
 
-# %% ../nbs/10a_foresight.ipynb #99ee5903
-MISSED_TO_WASTED = 4.0  # what a missing expert costs, in loads made in vain
+# %% ../nbs/10a_foresight.ipynb #99410a40
+MISSED_TO_WASTED = 1.0  # what a missing expert costs, in loads made in vain
 
 def worth_loading(
     need: np.ndarray,  # [D, E] probabilities

@@ -68,7 +68,7 @@ def predictors_for(flow):
     return {f"{name}, a miss counts {ratio:g}": (p, ratio) for name, p in ways.items() for ratio in (1.0, 4.0)}
 
 
-def main(out=None, compute=0.02, rounds=3, ratios=RATIOS, n_tokens=24):
+def main(out=None, compute=0.02, rounds=2, ratios=RATIOS, n_tokens=16):
     ok, why = simdev.available()
     if not ok:
         sys.exit(why)
