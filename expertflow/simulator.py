@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from tqdm.auto import tqdm
 
-from .cache import ABSENT, Evictor, ExpertCache, LayerStep, Load, admit, done, end, failed, loaded, reserve
+from .cache import ABSENT, Evictor, ExpertCache, LayerStep, Load, Watcher, admit, done, end, failed, loaded, reserve
 from .config import ConfigError, fmt_bytes, parse_bytes
 from .evictor import make_evictor
 from .trace import Trace
@@ -423,6 +423,7 @@ def simulate(
     min_slots: int = 0,  # that are in use whatever the threshold says
     samples: int = 100,  # of the residency
     judge: bool = True,  # work out the yardsticks, which takes as long again
+    watch: Callable[[ExpertCache], Watcher] | None = None,  # makes a watcher of the cache that all layers share
     progress: bool = False,
 ) -> Result:
     "Replays a load. Raises ConfigError for settings that cannot be."
@@ -430,6 +431,8 @@ def simulate(
     L, total = len(steps.num_experts), sum(steps.num_experts)
     nbytes = [int(expert_bytes)] * L if isinstance(expert_bytes, (int, np.integer)) else list(expert_bytes)
     n = round(slots * total) if isinstance(slots, float) and slots <= 1 else int(slots)
+    if per_layer and watch is not None:
+        raise ConfigError("a watcher follows one cache: leave per_layer=False")
     if n < (L if per_layer else 1) or len(nbytes) != L:
         raise ConfigError(f"slots={slots}, {len(nbytes)} sizes of experts for {L} layers: too few")
     link = find_link(link) if isinstance(link, str) else link
@@ -437,6 +440,8 @@ def simulate(
     cache = {"threshold": threshold, "warmup_steps": 2 * L if warmup_steps is None else warmup_steps}
     run = Replay(steps.num_experts, n, make, link, nbytes, per_layer, **cache)
     run.fill(preloaded, min_slots)
+    if watch is not None:
+        run.caches[0].cache.watcher = watch(run.caches[0].cache)
     yard = judged(run, steps) if judge else None
     getattr(prefetcher, "restart", lambda: None)()
     start = run.begin_clock()
