@@ -7,6 +7,7 @@ __all__ = ['OnRoute', 'Routing', 'read_routing', 'Shared', 'Tap', 'experts_names
            'find_taps', 'Watch']
 
 # %% ../nbs/04a_taps.ipynb #899c471a
+import math
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -92,6 +94,20 @@ class Tap:
         if getattr(self.now, "stream", None) is residual:  # inside of a Watch's callback
             return residual + self.shared.adds(self.now.x.reshape(residual.shape), self.now.out)
         return residual + self.shared.adds(self.normed(residual))
+
+    def known_row(self, residual: Tensor) -> np.ndarray:  # residual: [1, H], on the CPU -> float32 [H]
+        "`known` of a single token, in a few calls."
+        x, shared, own = residual.float().numpy()[0], self.shared, self.now.__dict__
+        if shared is None:
+            return x
+        plain = shared.gate is None or (isinstance(shared.gate, nn.Linear) and shared.gate.bias is None)
+        if own.get("stream") is not residual or own.get("out") is None or not plain:
+            return self.known(residual).float().numpy()[0]
+        scale = shared.scale
+        if shared.gate is not None:
+            weight = shared.gate.weight.detach().float().numpy()[0]  # type: ignore[operator, union-attr]
+            scale /= 1 + math.exp(min(-float(own["x"].float().numpy().ravel() @ weight), 80.0))
+        return x + own["out"].float().numpy().ravel() * np.float32(scale)
 
     def sequences(self, residual: Tensor) -> int:  # residual: [N, H]
         "How many sequences the rows of a Watch's stream belong to; they stand one after the other, equally long."

@@ -14,6 +14,7 @@ from expertflow.config import CheckpointError, ConfigError
 from expertflow.flow import ExpertFlow, find_checkpoint
 from expertflow.foresight import Foresight
 from expertflow.predictor import (
+    Correction,
     LayerAhead,
     Streams,
     batches,
@@ -113,14 +114,15 @@ def test_past_in_pieces_is_the_past(cut):
     assert torch.equal(whole[0].view(2, 12, 8)[:, 1:], x[:, :-1])
 
 
-def test_predicting_while_generating_is_what_was_learned(model, taps, streams):
-    "Prompt and decode steps, two sequences: the same probabilities as from the recorded streams at once."
+@pytest.mark.parametrize("n", [1, 2])
+def test_predicting_while_generating_is_what_was_learned(model, taps, streams, n):
+    "Prompt and decode steps of one or two sequences: the same probabilities as from the recorded streams at once."
     p = LayerAhead(taps, context=True)
     for layer in range(7): p.corrections[layer] = closed_form(p, streams[0], layer, 16)
-    ids, got = text(2, 5, 32), {i: [] for i in range(8)}
+    ids, got = text(n, 5, 32), {i: [] for i in range(8)}
     once = gather(model, taps, ids)
 
-    def see(layer, r, out): got[layer].append(p(layer, r, read_routing(out)).view(2, -1, 4, 32))
+    def see(layer, r, out): got[layer].append(p(layer, r, read_routing(out)).view(n, -1, 4, 32))
 
     with Watch(taps, see), torch.no_grad():
         out = model(ids[:, :20], use_cache=True)
@@ -129,11 +131,35 @@ def test_predicting_while_generating_is_what_was_learned(model, taps, streams):
         X, base, _, _ = next(batches(p, once, layer))
         z = margin(corrected(p.corrections[layer], X, base), 4)
         a, b = p.curve[layer, :z.shape[1]].unbind(-1)
-        want = torch.sigmoid(z * a[:, None] + b[:, None]).view(2, 32, -1, 32)
+        want = torch.sigmoid(z * a[:, None] + b[:, None]).view(n, 32, -1, 32)
         have = torch.cat(got[layer], 1)[:, :, :z.shape[1]]
         assert (want - have).abs().mean() < .02, layer      # bfloat16 streams, other kernels for one row
     p.forget()
     assert not p.own.__dict__
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_single_token_is_no_special_case(family, folder):
+    "Its way through numpy gives what the tensors of many tokens give, with corrections, shared experts and their gates."
+    model = AutoModelForCausalLM.from_pretrained(write_checkpoint(family, folder / family, shard_bytes=None))
+    taps = find_taps(model)
+    p = LayerAhead(taps, ahead=2)
+    torch.manual_seed(0)
+    if taps[0].router.__dict__.get("_parameters", {}).get("weight") is not None:
+        wide = taps[0].router.weight.shape[1] + p.E + 1
+        for i in range(len(taps) - 1):
+            p.corrections[i] = Correction(torch.randn(3, wide), torch.randn(len(p.targets(i)) * p.E, 3))
+    off = []
+
+    def see(layer, r, out):
+        if n := len(p.targets(layer)):
+            z = margin(p.scores(layer, r, read_routing(out)), taps[layer + 1].top_k)
+            a, b = p.curve[layer, :n].unbind(-1)
+            off.append((p(layer, r, read_routing(out))[:, :n] - torch.sigmoid(z * a[:, None] + b[:, None])).abs().max())
+
+    with Watch(taps, see), torch.no_grad(): model(torch.tensor([[7]]))
+    assert off and max(off) < 2e-3, off
+    assert p.rows or p.fold[0] is None      # it did take its own way
 
 
 def test_threads_have_their_own_past(taps):
