@@ -30,7 +30,7 @@ from .card import load_card, read_card, save_card
 from .checkpoint import Checkpoint
 from .config import CheckpointError, ConfigError
 from .quality import Table, judge
-from .taps import Routing, Tap, Watch, find_taps, read_routing
+from .taps import Routing, Tap, Watch, find_taps, known_row, read_routing
 
 # %% ../nbs/07c_predictor.ipynb #7b445ede
 @dataclass
@@ -264,7 +264,7 @@ def one_row(p: LayerAhead, layer: int, fold: Tensor, residual: Tensor, routing: 
     row = p.rows.get(layer)
     if row is None or row.made_of[0] is not p.corrections.get(layer) or row.made_of[1] is not p.curve:
         row = p.rows[layer] = OneRow(p, layer, fold)
-    x = p.taps[layer].known_row(residual) if p.shared else residual.float().numpy()[0]
+    x = known_row(p.taps[layer], residual) if p.shared else residual.float().numpy()[0]
     x = x * np.float32(1 / math.sqrt(x.dot(x) / len(x) + TINY))
     if not p.context:
         return row.probabilities(row.scores(x, (), routing))
