@@ -32,7 +32,8 @@ __all__ = ['BITS', 'ALIGN', 'TensorRef', 'Stamp', 'read_header', 'find_files', '
            'quantisation', 'has_experts', 'check_supported', 'unpacking', 'find_experts', 'Field', 'SlotLayout',
            'Source', 'NameMap', 'match', 'safetensors_dtypes', 'is_plain', 'check_plain', 'Run', 'merge', 'expert_runs',
            'check_unchanged', 'FileReader', 'read_run', 'StandIn', 'Caster', 'is_mxfp4', 'unpack_mxfp4', 'read_part',
-           'Converting', 'probe', 'check_source', 'LayerPlan', 'convert_into', 'read_expert', 'ExpertStore']
+           'Converting', 'probe', 'no_experts', 'check_source', 'LayerPlan', 'convert_into', 'read_expert',
+           'ExpertStore']
 
 # %% ../nbs/02_checkpoint.ipynb #043a134e
 # Bits per element of the dtypes that safetensors files can have.
@@ -908,7 +909,8 @@ def probe(convert: Converting, reader: FileReader, sources: Iterable[Source]) ->
     return out
 
 # %% ../nbs/02_checkpoint.ipynb #96f5582a
-def _no_experts(model: Any) -> UnsupportedModelError:
+def no_experts(model: Any) -> UnsupportedModelError:
+    """What to raise for a model in which `find_experts` finds nothing."""
     kind = model.config.model_type
     if has_experts(_as_dict(model.config)):
         from transformers import __version__
@@ -1015,7 +1017,7 @@ class ExpertStore:
     def __init__(self, model: Any, checkpoint: Checkpoint, load_config: Any) -> None:
         experts = find_experts(model)
         if not experts:
-            raise _no_experts(model)
+            raise no_experts(model)
         sources, self.expert_keys = match(model, checkpoint, load_config)
         self.expert_targets = _spellings(sources.values(), model.base_model_prefix)
         self._convert = Converting(model, load_config, sources.values())

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from .checkpoint import ALIGN, Checkpoint, NameMap, SlotLayout, check_supported, find_experts
+from .checkpoint import ALIGN, Checkpoint, NameMap, SlotLayout, check_supported, find_experts, no_experts
 from .config import BudgetError, CheckpointError, ConfigError, Share, UnsupportedModelError, fmt_bytes
 
 if TYPE_CHECKING:
@@ -489,7 +489,7 @@ def inventory(
     kind = _dtype_of(config, dtype, types)
     eager = {"attn_implementation": attention} if attention == "eager" else {}      # no other needs more
     skeleton = Skeleton(build_meta(config, kind, **eager), device)
-    if not skeleton.experts: raise UnsupportedModelError(f"{config.model_type} has no routed experts that can be paged")
+    if not skeleton.experts: raise no_experts(skeleton.model)
     disk = on_disk(sizes, _renamer(skeleton.model)) if sizes else {}
     parts = {part: c + disk.get(part, Component()) for part, c in in_memory(skeleton.model, kind).items()}
     kv, workspace, notes = _measured(skeleton)

@@ -11,13 +11,15 @@ import math
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
 
 from .checkpoint import find_experts
 from .config import UnsupportedModelError
@@ -34,11 +36,14 @@ class Routing(NamedTuple):
 def read_routing(output: Any) -> Routing:
     "The parts of a router's output; ValueError if it is of another kind."
     parts = [x for x in output if isinstance(x, Tensor)] if isinstance(output, (tuple, list)) else []
-    ids = [x for x in parts if not x.is_floating_point() and x.ndim >= 2]
-    weights = [x for x in parts if x.is_floating_point() and ids and x.shape == ids[0].shape]
-    if not ids or not weights or not parts[0].is_floating_point():
+    ids = next((i for i, x in enumerate(parts) if not x.is_floating_point() and x.ndim >= 2), -1)
+    floats = [i for i, x in enumerate(parts) if x.is_floating_point()]
+    alike = [i for i in floats if ids >= 0 and parts[i].shape == parts[ids].shape]
+    weights = min(alike, key=lambda i: (abs(i - ids), -i), default=-1)
+    logits = next((i for i in floats if i != weights), -1)
+    if min(ids, weights, logits) < 0:
         raise ValueError(f"a router that returns {[tuple(x.shape) for x in parts] or type(output).__name__}")
-    return Routing(*(x.flatten(0, -2) for x in (parts[0], weights[-1], ids[0])))
+    return Routing(*(parts[i].flatten(0, -2) for i in (logits, weights, ids)))
 
 # %% ../nbs/04a_taps.ipynb #36ff17b9
 @dataclass(frozen=True, eq=False)
@@ -73,6 +78,7 @@ class Tap:
     ndim: int = 2  # of what the router is given: [N, H] or [B, T, H]
     args: tuple[Any, ...] = field(default=(), repr=False)  # what else it is given, a bias say
     kwargs: dict[str, Any] = field(default_factory=dict, repr=False)
+    whole: Callable[[Tensor, Any], Any] | None = field(default=None, repr=False)  # from input and output, where that lacks a part
     shared: Shared | None = None
     problem: str | None = None  # why its choice cannot be told from the stream alone
     now: threading.local = field(default_factory=threading.local, repr=False)  # what a `Watch` has seen of this step
@@ -82,7 +88,12 @@ class Tap:
         if self.problem:
             raise UnsupportedModelError(f"{self.router_name}: {self.problem}; its choice cannot be told ahead")
         x = self.normed(residual)
-        return read_routing(self.router.forward(x if self.ndim == 2 else x[None], *self.args, **self.kwargs))
+        x = x if self.ndim == 2 else x[None]
+        return read_routing(self.said(x, self.router.forward(x, *self.args, **self.kwargs)))
+
+    def said(self, x: Tensor, output: Any) -> Any:  # x: what the router was given
+        "The router's output, such that `read_routing` can read it."
+        return output if self.whole is None else self.whole(x, output)
 
     def normed(self, residual: Tensor) -> Tensor:
         return residual if self.norm is None else self.norm.forward(residual)
@@ -177,6 +188,7 @@ class _Seen:
     shared: dict[str, tuple[Tensor, bool]] = field(default_factory=dict)  # name -> output, before the router?
     after: Tensor | None = None  # the stream after the layer
     call: tuple[tuple[Any, ...], dict[str, Any], Any] | None = None  # args, kwargs and output of the router
+    given: list[Any] = field(default_factory=list)  # what the experts were given
     thread: int = field(default_factory=threading.get_ident)  # others may run the model meanwhile
 
     def mine(self) -> bool:
@@ -200,10 +212,53 @@ class _Seen:
         if self.mine():  # torch may forget the kwargs in a call of another thread while the hook is taken off
             self.call = args, *rest  # type: ignore[assignment]
 
+    def experts_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.mine():
+            self.given = [*args, *kwargs.values()]
+
     def layer_hook(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         if self.mine():
             first = out[0] if isinstance(out, tuple) else out
             self.after = first if isinstance(first, Tensor) else None
+
+# %% ../nbs/04a_taps.ipynb #cd8d2b26
+class _Scores(TorchFunctionMode):
+    "Keeps what the first linear map within gives."
+
+    first: Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is linear and self.first is None:
+            self.first = out
+        return out
+
+
+def _completing(model: nn.Module, seen: _Seen) -> Callable[[Tensor, Any], Any] | None:
+    "What makes the router's output whole; None if it is, ValueError if nothing does."
+    assert seen.call is not None
+    (x, *rest), kwargs, out = seen.call
+
+    def chosen(x: Tensor, out: Any) -> Any:  # by the block
+        block: Any = model.get_submodule(seen.tap.router_name.rpartition(".")[0])
+        ids, weights = block.route_tokens_to_experts(x, out)
+        return out, weights, ids
+
+    def scored(x: Tensor, out: Any) -> Any:  # within the router
+        with _Scores() as scores:
+            seen.tap.router.forward(x, *rest, **kwargs)
+        return scores.first, *out
+
+    try:
+        read_routing(out)
+        return None
+    except ValueError:
+        for way in (chosen, scored):
+            with suppress(AttributeError, TypeError, ValueError), torch.no_grad():
+                ids = read_routing(way(x, out)).ids
+                if any(isinstance(t, Tensor) and t.shape == ids.shape and t.equal(ids) for t in seen.given):
+                    return way
+        raise
 
 # %% ../nbs/04a_taps.ipynb #b1036c6e
 def _conclude(model: nn.Module, seen: _Seen) -> Tap:
@@ -217,13 +272,14 @@ def _conclude(model: nn.Module, seen: _Seen) -> Tap:
     if any(t.untyped_storage().data_ptr() not in own for t in others):
         return replace(tap, problem="it also looks at something that only the running model knows")
     try:
-        top_k = read_routing(out).ids.shape[1]
+        whole = _completing(model, seen)
+        top_k = read_routing(out if whole is None else whole(x, out)).ids.shape[1]
     except ValueError as e:
         return replace(tap, problem=f"this is {e}")
     memory = x.untyped_storage().data_ptr()
     name = next((n for n, (_, o) in reversed(seen.norms.items()) if o.untyped_storage().data_ptr() == memory), None)
     norm = None if name is None else model.get_submodule(name)
-    tap = replace(tap, norm_name=name, norm=norm, top_k=top_k, ndim=x.ndim, args=tuple(rest), kwargs=kwargs)
+    tap = replace(tap, norm_name=name, norm=norm, top_k=top_k, ndim=x.ndim, args=tuple(rest), kwargs=kwargs, whole=whole)
     return replace(tap, shared=_find_shared(model, seen, x, x if name is None else seen.norms[name][0]))
 
 # %% ../nbs/04a_taps.ipynb #7fd9c062
@@ -262,6 +318,7 @@ def _trace(model: nn.Module, seen: Sequence[_Seen]) -> None:
                     hooks.append(m.register_forward_hook(s.shared_hook(name)))
             hooks.append(model.get_submodule(decoder).register_forward_hook(s.layer_hook))
             hooks.append(s.tap.router.register_forward_hook(s.router_hook, with_kwargs=True))
+            hooks.append(model.get_submodule(s.tap.experts).register_forward_pre_hook(s.experts_hook, with_kwargs=True))
         ids = torch.arange(1, 13, device=next(model.parameters()).device)[None]
         with torch.no_grad(), without_experts(model, [s.tap.experts for s in seen]):
             model(input_ids=ids, use_cache=False)
@@ -327,7 +384,7 @@ class Watch:
             batch = len(shown) if shown.ndim == 3 else 1
             tap.now.__dict__.update(stream=stream, x=args[0].detach(), batch=batch)
             try:
-                self.on_route(tap.layer, stream, output)
+                self.on_route(tap.layer, stream, tap.said(args[0], output))
             finally:
                 tap.now.__dict__.clear()
 
