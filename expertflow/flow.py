@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['find_checkpoint', 'Room', 'look_around', 'plan_for', 'without_cold', 'staging_bytes', 'heat_of', 'heat_order',
            'preload', 'host_slots', 'make_executor', 'break_stream', 'Clock', 'Generation', 'Watch', 'Requests',
-           'longest', 'prompt_of', 'around_generate', 'Parts', 'ExpertFlow', 'load_tokenizer', 'load', 'open_books',
-           'one_line', 'load_model', 'threshold_of', 'segment_slots', 'build_runtime', 'with_predictor', 'foresee',
-           'rebudget', 'encode', 'stream_text', 'Report', 'measured_peak', 'prediction_line', 'make_report',
-           'report_table']
+           'longest', 'prompt_of', 'around_generate', 'Parts', 'Many', 'ExpertFlow', 'load_tokenizer', 'load',
+           'open_books', 'one_line', 'load_model', 'threshold_of', 'segment_slots', 'build_runtime', 'with_predictor',
+           'foresee', 'rebudget', 'encode', 'stream_text', 'kv_memory', 'encode_all', 'stream_texts', 'Report',
+           'measured_peak', 'prediction_line', 'make_report', 'report_table']
 
 # %% ../nbs/10b_flow.ipynb #0a868eb4
 import contextlib
@@ -25,6 +25,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -44,6 +45,7 @@ from .evictor import make_evictor
 from .foresight import Foresight, make_predictor, predictor_bytes, predictor_file
 from .hardware import device_memory, give_back_freed, memory_available, peak_rss, pick_device, rss
 from .ledger import Component, Inventory, Ledger, Plan, admit_kv, inventory, make_plan
+from .many import BLOCK, Memory, UnfinishedError, answer_all, block_that_fits
 from .mover import AcceleratorExecutor, CpuExecutor, Executor, Link, Slab
 from .runtime import Runtime, offloaded
 from .taps import find_taps
@@ -407,8 +409,33 @@ class Parts:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-# %% ../nbs/10b_flow.ipynb #21fd68e3
-class ExpertFlow(Parts):
+# %% ../nbs/10b_flow.ipynb #3f42accd
+class Many(Parts):
+    "Many prompts at once."
+    tokenizer: Any
+
+    def generate_many(self, prompts: Sequence[Any], block: int | None = None, progress: bool = True, **kwargs: Any) -> list[str]:
+        "The answers, in the order asked. If it breaks off, UnfinishedError has those finished. Arguments of `stream_many`."
+        done: dict[int, str] = {}
+        try:
+            done |= self.stream_many(prompts, block, progress, **kwargs)
+        except UnfinishedError as e:
+            e.finished |= done
+            raise
+        return [done[i] for i in range(len(prompts))]
+
+    def stream_many(
+        self,
+        prompts: Sequence[Any],  # texts, or lists of chat messages
+        block: int | None = None,  # sequences of a group, at most; None: `batch`, or 16 if that is 1. Fewer if memory is short
+        progress: bool = False,  # show a bar, if there is a terminal
+        **kwargs: Any,  # as for transformers' `generate`: max_new_tokens, do_sample, ...
+    ) -> Iterator[tuple[int, str]]:
+        "Number and answer of each prompt, as they are finished. Sequences that use the same experts go together."
+        return stream_texts(self, prompts, block, progress, kwargs)
+
+# %% ../nbs/10b_flow.ipynb #2fe97862
+class ExpertFlow(Many):
     "A mixture-of-experts model under a memory budget. Make one with `ExpertFlow.from_pretrained`."
 
     @classmethod
@@ -642,7 +669,7 @@ def rebudget(flow: ExpertFlow, budget: Any) -> Plan:
     return plan
 
 # %% ../nbs/10b_flow.ipynb #e2aa88c8
-def encode(flow: ExpertFlow, prompt: Any) -> dict[str, Tensor]:
+def encode(flow: Many, prompt: Any) -> dict[str, Tensor]:
     "Token ids and mask of a prompt: chat messages, or text (which becomes a user's message if there is a chat template)."
     tok = flow.tokenizer
     if not isinstance(prompt, (str, list, tuple)) or not prompt:
@@ -698,6 +725,51 @@ class _Stop:
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         return torch.full((len(input_ids),), self.event.is_set(), device=input_ids.device)
+
+# %% ../nbs/10b_flow.ipynb #8e4a3f5c
+def kv_memory(requests: Requests) -> Memory:
+    "What many prompts may have of the KV reserve."
+    @contextlib.contextmanager
+    def hold(lengths: Sequence[int]) -> Iterator[None]:
+        with requests.one():
+            for n in lengths:
+                requests.admit(1, n, n)
+            yield
+
+    with requests.lock:
+        room = requests.ledger.held("device", "KV cache") - sum(requests.taken.values())
+    return Memory(room, requests.inv.kv_bytes, hold)
+
+def encode_all(flow: Many, prompts: Any) -> list[Tensor]:
+    "Token ids [n] of each prompt."
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+        raise ExpertFlowError("prompts: give a list of prompts; for a single one there is generate()")
+    ids = []
+    for i, p in enumerate(prompts):
+        try:
+            ids.append(encode(flow, p)["input_ids"][0])
+        except ExpertFlowError as e:
+            raise UnfinishedError(f"prompt {i} (counted from 0): {e}", [i]) from e
+    return ids
+
+# %% ../nbs/10b_flow.ipynb #14517d6c
+def stream_texts(
+    flow: Many, prompts: Any, block: int | None, progress: bool, kwargs: dict[str, Any]
+) -> Iterator[tuple[int, str]]:
+    "`stream_many`."
+    ids = encode_all(flow, prompts)
+    if block is not None and block < 1:
+        raise ExpertFlowError(f"block={block}: at least 1")
+    new = kwargs.pop("max_new_tokens", None) or flow.model.generation_config.max_new_tokens or 20  # as transformers has it
+    if not ids:
+        return
+    memory, lengths = kv_memory(flow.requests), [len(x) for x in ids]
+    size = block_that_fits(lengths, new, block or (flow.config.batch if flow.config.batch > 1 else BLOCK), memory)
+    with tqdm(total=new * len(ids), unit=" tokens", disable=None if progress else True) as bar:
+        answers = answer_all(flow.model, ids, size, new, memory=memory, tell=bar.update, **kwargs)
+        with contextlib.closing(answers):
+            for i, tokens in answers:
+                yield i, flow.tokenizer.decode(tokens[lengths[i] :], skip_special_tokens=True)
 
 # %% ../nbs/10b_flow.ipynb #429748d8
 @dataclass
