@@ -88,6 +88,12 @@ def on_fake_cuda(path, store):
     return model, rt
 
 
+def inputs(n):
+    "The mask comes along: transformers 5.16 would make it with `torch.tensor`, which wants a real device."
+    return {"input_ids": torch.zeros(2, n, dtype=torch.long, device="cuda"),
+            "attention_mask": torch.zeros(2, 1, n, n, dtype=torch.bfloat16, device="cuda")}
+
+
 def test_forward_on_a_fake_cuda_device(sim, path, monkeypatch):
     "Devices and dtypes of the resident path are right all the way; a table left on the host is found."
     simdev.pretend_cuda()
@@ -97,8 +103,8 @@ def test_forward_on_a_fake_cuda_device(sim, path, monkeypatch):
         with FakeTensorMode(), torch.no_grad():
             model, rt = on_fake_cuda(path, store)
             for n in (1, 20):
-                logits = model(torch.zeros(2, n, dtype=torch.long, device="cuda"), use_cache=False).logits
+                logits = model(**inputs(n), use_cache=False).logits
                 assert logits.device.type == "cuda" and logits.shape[:2] == (2, n) and logits.dtype == torch.bfloat16
             rt._tables[0] = rt._tables[0][0], torch.arange(store.num_experts[0])
             with pytest.raises(RuntimeError, match=r"cpu|device"):
-                model(torch.zeros(2, 5, dtype=torch.long, device="cuda"), use_cache=False)
+                model(**inputs(5), use_cache=False)
