@@ -206,6 +206,13 @@ def _checked(kwargs: Mapping[str, Any], new: int) -> tuple[dict[str, Any], dict[
     both, least = dict(kwargs), kwargs.get("min_new_tokens")
     return (both | {"min_new_tokens": 1}, both | {"min_new_tokens": least - 1}) if least else (both, both)
 
+def _groups(rows: Sequence[Row], block: int, by: str) -> list[list[Row]]:
+    if not rows or not all(can_merge(r.cache) for r in rows):
+        return [[r] for r in rows]
+    found = group(np.stack([r.routes for r in rows]), block) if by == "routes" else in_order(len(rows), block)
+    return [[rows[i] for i in members] for members in found]
+
+# %% ../nbs/09b_many.ipynb #e6f67e62
 def answer_all(
     model: Any,  # a transformers model
     prompts: Sequence[Tensor],  # token ids [n] of each
@@ -236,9 +243,3 @@ def answer_all(
                 with _named([r.number for r in mine]):
                     done = write(model, mine, new - 1, later, tell)
                 yield from zip([r.number for r in mine], done, strict=True)
-
-def _groups(rows: Sequence[Row], block: int, by: str) -> list[list[Row]]:
-    if not rows or not all(can_merge(r.cache) for r in rows):
-        return [[r] for r in rows]
-    found = group(np.stack([r.routes for r in rows]), block) if by == "routes" else in_order(len(rows), block)
-    return [[rows[i] for i in members] for members in found]
