@@ -225,6 +225,8 @@ def _text(file: str) -> tuple[str, str]:
 # %% ../nbs/14_cli.ipynb #23346d59
 def train(a: argparse.Namespace) -> int:
     "Trains a predictor for a model on text files (plain or .xz) and says how good it got."
+    if a.kind == "path" and (a.start or a.context or a.lookahead):
+        raise ExpertFlowError("--start, --context and --lookahead are for --kind layers; a path predictor sees all layers")
     from transformers import AutoModelForCausalLM
 
     from expertflow.flow import find_checkpoint, load_tokenizer
@@ -236,9 +238,10 @@ def train(a: argparse.Namespace) -> int:
     size = a.tokens // a.length
     data = [w[:: max(1, -(-len(w) // n))] for w, n in zip(parts, (size, max(1, size // 8)), strict=True)]
     model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
-    train_predictor(
-        model, data[0], data[1], a.out, a.lookahead, a.context, a.epochs, a.start, a.seed, texts=a.text
-    )
+    if a.kind == "path":
+        return _train_path(a, model, path, *data)
+    epochs = 2 if a.epochs is None else a.epochs
+    train_predictor(model, data[0], data[1], a.out, a.lookahead or 4, a.context, epochs, a.start, a.seed, texts=a.text)
     from expertflow.card import read_card
 
     card = read_card(a.out)
@@ -249,6 +252,25 @@ def train(a: argparse.Namespace) -> int:
     for row in card["log"]:
         best = max((t for t in row["tries"]), key=lambda t: sum(t["recall"]))
         print(f"from layer {row['layer']:>2}: {row['kept']:<12} recall " + " ".join(f"{x:.3f}" for x in best["recall"]))
+    return 0
+
+# %% ../nbs/14_cli.ipynb #413feb04
+def _train_path(a: argparse.Namespace, model: Any, folder: Any, train: Any, held_out: Any) -> int:
+    import torch
+
+    from expertflow.card import read_card
+    from expertflow.paths import Training, build_path
+
+    how = Training(seed=a.seed) if a.epochs is None else Training(seed=a.seed, epochs=a.epochs)
+    build_path(model, folder, torch.cat([train, held_out]), a.out, len(held_out), how, a.out + ".part")
+    os.unlink(a.out + ".part")
+    card = read_card(a.out)
+    if a.json:
+        print(json.dumps(card))
+        return 0
+    print(f"{a.out}: {card['parameters']:,} parameters, {card['share']:.2%} of the model's; held out, {len(held_out)} sequences:")
+    for row in card["held_out"]:
+        print(f"{row['horizon']} tokens after the next: recall {row['recall']:.3f}, calibration error {row['ece']:.3f}")
     return 0
 
 def _read_text(file: str) -> str:
@@ -357,9 +379,11 @@ def _train_options(sub: Any) -> Any:
     t.add_argument("--start", metavar="FILE", help="fine-tune this predictor")
     t.add_argument("--tokens", type=int, default=100_000, help="at most, for training (default 100000)")
     t.add_argument("--length", type=int, default=256, help="of a sequence, tokens (default 256)")
-    t.add_argument("--lookahead", type=int, default=4, help="MoE layers (default 4)")
+    t.add_argument("--kind", choices=("layers", "path"), default="layers",
+                   help="layers: the next ones, while a pass runs, to prefetch; path: all, before it runs, to evict")  # fmt: skip
+    t.add_argument("--lookahead", type=int, help="MoE layers (default 4)")
     t.add_argument("--context", action="store_true", help="look at the tokens before, too")
-    t.add_argument("--epochs", type=int, default=2, help="of gradient descent, at most (default 2)")
+    t.add_argument("--epochs", type=int, help="of gradient descent, at most (default 2; of a path predictor 8)")
     t.add_argument("--seed", type=int, default=0)
     t.set_defaults(run=train)
     return t

@@ -7,7 +7,7 @@ __all__ = ['HORIZONS', 'HALF_LIVES', 'STEEP', 'KIND', 'PREDICTORS', 'PathData', 
            'Inputs', 'unit', 'spread', 'decayed', 'gather', 'forget', 'Training', 'path_loss', 'pieces', 'passed',
            'quick_recall', 'epoch', 'train_path', 'optimiser', 'stale', 'resume', 'keep', 'calibrate', 'platt',
            'probabilities', 'judge_path', 'Weights', 'advance', 'PathPredictor', 'commit', 'parameters', 'check_size',
-           'save_path', 'load_path', 'build_path', 'figures', 'shipped_path', 'judge_ahead']
+           'save_path', 'load_path', 'fitting', 'build_path', 'figures', 'shipped_path', 'judge_ahead']
 
 # %% ../nbs/07b_paths.ipynb #c5381054
 import itertools
@@ -659,6 +659,17 @@ def load_path(
     return net.eval(), card
 
 # %% ../nbs/07b_paths.ipynb #8f20a4d5
+def fitting(data: PathData, embedding: int, model: Checkpoint) -> dict[str, int]:
+    "The sizes nearest to the usual ones that `check_size` lets pass. ConfigError if there are none."
+    usual = {"width": 44, "inner": 64, "later": 16, "rank": 20}
+    for times in sorted((2.0 ** (i / 2) for i in range(-10, 13)), key=lambda t: abs(math.log(t))):
+        sizes = {k: max(4, round(n * times)) for k, n in usual.items()}
+        try: check_size(PathNet(PathSpec.of(data, embedding=embedding, **sizes)), model)
+        except ConfigError: continue
+        return sizes
+    raise ConfigError(f"no path predictor of 0.1 % to 1 % of {model.path.name}'s parameters: give sizes of PathSpec")
+
+# %% ../nbs/07b_paths.ipynb #8efd188e
 PREDICTORS = Path(str(files("expertflow") / "predictors"))
 
 def build_path(
@@ -670,13 +681,14 @@ def build_path(
     training: Training = Training(),
     checkpoint: str | Path | None = None,
     progress: bool = True,
-    **sizes: int,  # of PathSpec
+    **sizes: int,  # of PathSpec; default: what suits the model
 ) -> Table:  # held-out figures
     "Record, train, judge, save."
     data = record(model, sequences)
     embedding = model.get_input_embeddings().weight.detach()    # type: ignore[operator]
-    spec = PathSpec.of(data, embedding=embedding.shape[1], **sizes)
-    check_size(PathNet(spec), Checkpoint.open(folder))
+    ckpt = Checkpoint.open(folder)
+    spec = PathSpec.of(data, embedding=embedding.shape[1], **sizes or fitting(data, embedding.shape[1], ckpt))
+    check_size(PathNet(spec), ckpt)
     cut = len(data) - held_out
     net, history = train_path(data, range(cut), embedding, spec, training, checkpoint, progress)
     table = judge_path(net, data, range(cut, len(data)), embedding)

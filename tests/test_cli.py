@@ -371,3 +371,18 @@ def test_simulate_errors(fails, tmp_path):
     for options, says in bad.items():
         assert says in fails(*go, *options.split())
     assert "none.npz" in fails("simulate", tmp_path / "none.npz", "--expert-bytes", "1MB")
+
+
+def test_train_both_kinds(run, tmp_path):
+    "A predictor of each kind from a text file; what is for the other kind is refused before anything runs."
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"The captain of ship {i} looked at the sea and was silent {i * 7 % 31} days. " for i in range(500)))
+    small = ("train", "tiny-moe", text, "--tokens", 1536, "--length", 48, "--epochs", 1, "--json", "--out")
+    rc, out, _ = run(*small, tmp_path / "layers.safetensors")
+    assert rc == 0 and json.loads(out)["kind"] == "layer-ahead predictor"
+    rc, out, _ = run(*small, tmp_path / "path.safetensors", "--kind", "path")
+    card = json.loads(out)
+    assert rc == 0 and card["kind"] == "path" and 1e-3 <= card["share"] <= 1e-2 and len(card["held_out"]) == 5
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["layers.safetensors", "path.safetensors", "text.txt"]
+    rc, out, err = run(*small, tmp_path / "no.safetensors", "--kind", "path", "--context")
+    assert rc == 2 and "--context" in err and not out and not (tmp_path / "no.safetensors").exists()
