@@ -197,10 +197,6 @@ def _device(key: str, x: object) -> str:
     return s
 
 # %% ../nbs/00_config.ipynb #6a8b0835
-def _only(key: str, x: object, neutral: object, what: str) -> None:
-    if x != neutral: raise _fail(key, x, f"{what} not available in this version; leave it at {neutral!r}")
-
-
 def _switches(c: "Config") -> None:
     "Settings that are words, or yes and no."
     _one_of("eviction_policy", c.eviction_policy, POLICIES)
@@ -208,8 +204,17 @@ def _switches(c: "Config") -> None:
     _one_of("host_compute", c.host_compute, HOST_COMPUTE)
     _flag("strict", c.strict)
     _flag("preload", c.preload)
-    _only("strict", c.strict, True, "running with missing experts is")
     _path("prediction_model_path", c.prediction_model_path, '"gate" or the file of a trained predictor')
+
+
+def _whole(n: object) -> bool: return isinstance(n, Integral) and not isinstance(n, bool) and 0 <= int(n) < 1 << 31
+
+
+def _layers(key: str, x: Any) -> tuple[int, ...]:
+    "Numbers of MoE layers, ascending."
+    if not isinstance(x, Sequence) or isinstance(x, str) or not all(map(_whole, x)):
+        raise _fail(key, x, "must be a list of MoE layers, counted from 0, such as [0, 1]")
+    return tuple(sorted({int(n) for n in x}))
 
 
 def _cold(key: str, x: Any) -> str | float | tuple[tuple[int, int], ...] | None:
@@ -218,8 +223,7 @@ def _cold(key: str, x: Any) -> str | float | tuple[tuple[int, int], ...] | None:
     if isinstance(x, Real) and not isinstance(x, bool):
         _number(key, x, 0, 0.5, above=True)
         return float(x)
-    whole = lambda n: isinstance(n, Integral) and not isinstance(n, bool) and 0 <= int(n) < 1 << 31
-    if isinstance(x, Sequence) and all(isinstance(p, Sequence) and len(p) == 2 and all(map(whole, p)) for p in x):
+    if isinstance(x, Sequence) and all(isinstance(p, Sequence) and len(p) == 2 and all(map(_whole, p)) for p in x):
         return tuple((int(layer), int(expert)) for layer, expert in x)
     raise _fail(key, x, "must be a trace's folder, a JSON file of [layer, expert] pairs, such pairs, or a share such as 0.01")
 
@@ -235,7 +239,6 @@ def _numbers(c: "Config") -> None:
     _number("tolerance", c.tolerance, 0, 1)
     _number("cold_share", c.cold_share, 0, 0.5)
     if c.prediction_lookahead is not None: _number("prediction_lookahead", c.prediction_lookahead, 0, 64, whole=True)
-    _only("tolerance", c.tolerance, 0, "skipping experts is")
 
 # %% ../nbs/00_config.ipynb #18abc903
 def _budget(key: str, x: Any, parse: Callable[[Any], Any] = parse_budget) -> Any:
@@ -280,7 +283,8 @@ class Config:
     prediction_model_path: str | None = None    # a trained one's file, or "gate": routers alone; None: the best there is
     prediction_lookahead: int | None = None # MoE layers, 0: off; None: 2 with prediction_model_path, else 0
     strict: bool = True                     # wait for the right expert: output equals the resident model's
-    tolerance: float = 0.0                  # routing weight that may be missed
+    strict_layers: Sequence[int] = ()       # MoE layers (0: the first) that stay strict although strict is False
+    tolerance: float = 0.0                  # without strict: share of a token's routing weight that a missing expert may have
     device: str = "auto"
     dtype: str = "auto"                     # "auto": the checkpoint's
     experts_implementation: str = "grouped_mm"
@@ -324,7 +328,8 @@ def _check(c: Config) -> None:
     _rate("paced_link", c.paced_link)
     tidy = {"cold_experts": _cold("cold_experts", c.cold_experts),
             "model_path": _path("model_path", c.model_path), "dtype": _dtype("dtype", c.dtype),
-            "device": _device("device", c.device), "priority_weights": _weights("priority_weights", c.priority_weights),
+            "strict_layers": _layers("strict_layers", c.strict_layers), "device": _device("device", c.device),
+            "priority_weights": _weights("priority_weights", c.priority_weights),
             "prediction_model_path": None if c.prediction_model_path is None else str(c.prediction_model_path)}
     for key, x in tidy.items(): object.__setattr__(c, key, x)      # frozen for others, not for its own making
 
