@@ -6,9 +6,10 @@
 __all__ = ['find_checkpoint', 'Room', 'look_around', 'plan_for', 'without_cold', 'staging_bytes', 'heat_of', 'heat_order',
            'preload', 'host_slots', 'make_executor', 'break_stream', 'Clock', 'Generation', 'Watch', 'Requests',
            'longest', 'prompt_of', 'around_generate', 'Parts', 'Many', 'ExpertFlow', 'load_tokenizer', 'load',
-           'open_books', 'one_line', 'load_model', 'threshold_of', 'segment_slots', 'build_runtime', 'with_predictor',
-           'foresee', 'rebudget', 'encode', 'stream_text', 'kv_memory', 'encode_all', 'stream_texts', 'Report',
-           'measured_peak', 'prediction_line', 'make_report', 'report_table']
+           'open_books', 'one_line', 'load_model', 'threshold_of', 'warmup_of', 'evictor_for', 'tolerances',
+           'segment_slots', 'build_runtime', 'with_predictor', 'foresee', 'Ready', 'adjust', 'make_ready', 'room_now',
+           'put_into_effect', 'move_budget', 'encode', 'stream_text', 'kv_memory', 'encode_all', 'stream_texts',
+           'Report', 'measured_peak', 'prediction_line', 'make_report', 'skipped_text', 'changed_text', 'report_table']
 
 # %% ../nbs/10b_flow.ipynb #0a868eb4
 import contextlib
@@ -18,7 +19,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -38,13 +39,14 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from .bundled import NAMES, ensure
-from .cache import ExpertCache, LayerStep, admit, end
+from .cache import Evictor, ExpertCache, LayerStep, Successor, admit, end, spare
 from .checkpoint import Checkpoint, ExpertStore, check_supported, quantisation, unpacking
 from .config import BudgetError, CheckpointError, Config, ConfigError, ExpertFlowError, Share, Source, fmt_bytes
 from .evictor import make_evictor
 from .foresight import Foresight, make_predictor, predictor_bytes, predictor_file
 from .hardware import device_memory, give_back_freed, memory_available, peak_rss, pick_device, rss
 from .ledger import Component, Inventory, Ledger, Plan, admit_kv, inventory, make_plan
+from .live import Settings
 from .many import BLOCK, Memory, UnfinishedError, answer_all, block_that_fits
 from .mover import AcceleratorExecutor, CpuExecutor, Executor, Link, Slab
 from .runtime import Runtime, offloaded
@@ -233,6 +235,11 @@ class Generation:
     misses: int = 0
     bytes_loaded: int = 0
     stall: float = 0.0  # s
+    skipped: int = 0  # missing experts that were left out instead of loaded, see `tolerance`
+    skipped_weight: float = 0.0  # routing weight of their uses, of 1 for each row and layer
+    skipped_share: float = 0.0  # the same as a share of all routing weight in the layers that are not strict
+    bytes_skipped: int = 0  # that those experts have
+    changes: int = 0  # of settings in that time
     error: str | None = None
 
     @property
@@ -254,11 +261,17 @@ class Generation:
 class Watch:
     "Follows one call of `generate`: what it cost, and how it ended."
 
-    def __init__(self, rt: Runtime, clock: Clock, prompt_tokens: int):
-        self.rt, self.clock = rt, clock
+    def __init__(self, rt: Runtime, clock: Clock, prompt_tokens: int, settings: Settings):
+        self.rt, self.clock, self.settings = rt, clock, settings
         rt.note(wait=True)
         self.run = Generation(prompt_tokens=prompt_tokens)
-        self.before = (rt.cache.count.hits, rt.cache.count.misses, rt.traffic.bytes_loaded, rt.traffic.stall)
+        self.before = self.figures()
+
+    def figures(self) -> dict[str, Any]:
+        rt, s = self.rt, self.rt.skipped
+        return {"hits": rt.cache.count.hits, "misses": rt.cache.count.misses, "bytes_loaded": rt.traffic.bytes_loaded,
+                "stall": rt.traffic.stall, "skipped": s.experts, "skipped_weight": s.weight, "bytes_skipped": s.bytes,
+                "changes": self.settings.version, "rows": s.rows}  # fmt: skip
 
     def finish(self, sequences: int, tokens: int, error: BaseException | None = None) -> Generation:
         "`tokens`: new ones of each sequence."
@@ -268,12 +281,14 @@ class Watch:
             if error is None:
                 raise
             error.add_note(f"afterwards the uses of experts could not be counted: {type(e).__name__}: {e}")
-        r, (hits, misses, nbytes, stall), ticks = self.run, self.before, self.clock.ticks
+        r, ticks = self.run, self.clock.ticks
         r.seconds, r.new_tokens = time.perf_counter() - self.clock.start, sequences * tokens
         r.ttft = ticks[0] - self.clock.start if ticks else None
         r.tpot = (ticks[-1] - ticks[0]) / (tokens - 1) if tokens > 1 and ticks else None
-        r.hits, r.misses = self.rt.cache.count.hits - hits, self.rt.cache.count.misses - misses
-        r.bytes_loaded, r.stall = self.rt.traffic.bytes_loaded - nbytes, self.rt.traffic.stall - stall
+        spent = {key: now - self.before[key] for key, now in self.figures().items()}
+        r.skipped_share = spent["skipped_weight"] / rows if (rows := spent.pop("rows")) else 0.0
+        for key, x in spent.items():
+            setattr(r, key, x)
         r.error = f"{type(error).__name__}: {error}" if error else None
         return r
 
@@ -349,7 +364,7 @@ def around_generate(cls: type[PreTrainedModel], flow: "Callable[[], ExpertFlow]"
         ids = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs"))
         length = ids.shape[-1] if isinstance(ids, Tensor) else 0
         this = flow()  # which stays until this call is over
-        watch = Watch(this.runtime, clock, length)
+        watch = Watch(this.runtime, clock, length, this.settings)
         if this.foresight:
             this.foresight.begin()
         try:
@@ -388,13 +403,20 @@ class Parts:
     ledger: Ledger
     requests: Requests
     foresight: Foresight | None = None
+    checkpoint: Checkpoint
     host_slots = 0
     cold: Sequence[tuple[int, int]] = ()  # (layer, expert) that stay on the host
 
     def __init__(self, path: Path, config: Config, plan: Plan, inv: Inventory, room: Room):
-        self.path, self.config, self.plan, self.inventory, self.room = path, config, plan, inv, room
+        self.path, self.plan, self.inventory, self.room = path, plan, inv, room
+        self.settings = Settings(config)
         self.device = pick_device(config.device)
         self.generations: list[Generation] = []
+
+    @property
+    def config(self) -> Config:
+        "The configuration in force."
+        return self.settings.config
 
     def close(self) -> None:
         "Ends the reader threads and closes the files. The model cannot be used afterwards."
@@ -467,9 +489,16 @@ class ExpertFlow(Many):
         "Where the time and the bytes went."
         return make_report(self)
 
+    def set(self, /, **changes: Any) -> Config:  # the configuration in force
+        """Other settings from the next layer-step on (`token_block_size`: from the next request), from any thread, also while the
+        model generates. ConfigError (an unknown, impossible or fixed setting) or BudgetError leaves everything as it was."""
+        self.runtime.outside()  # before anything is waited for
+        return self.settings.change(changes, functools.partial(adjust, self, changes))
+
     def set_budget(self, gpu_memory_budget: Any) -> Plan:
-        "Another budget from the next layer-step on, also while the model generates. BudgetError leaves everything as it was."
-        return rebudget(self, gpu_memory_budget)
+        "Another budget: short for `set(gpu_memory_budget=...)`."
+        self.set(gpu_memory_budget=gpu_memory_budget)
+        return self.plan
 
 # %% ../nbs/10b_flow.ipynb #58e0304d
 def load_tokenizer(path: Path) -> Any:
@@ -507,15 +536,14 @@ def load(cfg: Config, model_kwargs: dict[str, Any]) -> ExpertFlow:
     device = pick_device(cfg.device)
     attention = model_kwargs.get("attn_implementation")
     inv = inventory(path, None if cfg.dtype == "auto" else cfg.dtype, device=device.type, attention=attention)
-    if cfg.lookahead:
-        inv = with_predictor(inv, predictor_file(cfg.prediction_model_path, ckpt))
+    inv = with_predictor(inv, cfg, ckpt)
     if device.type == "cpu":
         give_back_freed()  # else the process is larger than what it uses, and the budget could not be kept
     room = look_around(device, cfg.reserve, inv.dtype)
     cold = named_cold(cfg.cold_experts, cfg.cold_share, heat_of(path))
     plan = plan_for(inv, cfg, room, staging_bytes(ckpt, cfg, inv), len(cold))
     flow = ExpertFlow(path, cfg, plan, inv, room)
-    flow.cold = cold
+    flow.cold, flow.checkpoint = cold, ckpt
     flow.host_slots = host_slots(cfg, plan, device)
     flow.ledger = open_books(plan, flow.host_slots * plan.slot_bytes)
     flow.requests = Requests(inv, plan, flow.ledger, cfg.token_block_size)
@@ -524,7 +552,8 @@ def load(cfg: Config, model_kwargs: dict[str, Any]) -> ExpertFlow:
         if cfg.preload:
             order = heat_order(path, flow.runtime.store.num_experts)
             preload(flow.runtime, [x for x in order if x not in set(cold)])
-        flow.foresight = foresee(flow, ckpt)
+        if (look := foresee(flow, cfg, ckpt)) is not None:
+            flow.foresight = look()
     except BaseException:
         flow.close()
         raise
@@ -594,6 +623,21 @@ def threshold_of(cfg: Config) -> float:
         return cfg.eviction_threshold
     return 0.9 if cfg.lookahead else 1.0
 
+def warmup_of(cfg: Config, n_layers: int) -> int:
+    "Layer-steps of warm-up, from the first one after loading."
+    return 2 * n_layers if cfg.warmup_steps is None else cfg.warmup_steps
+
+def evictor_for(cfg: Config, store: ExpertStore) -> Evictor:
+    "The policy that the configuration names, for the experts of a model."
+    sizes = [[store.layout[name].nbytes] * n for name, n in zip(store.layers, store.num_experts, strict=True)]
+    return make_evictor(cfg.eviction_policy, sizes, cfg.priority_weights)
+
+def tolerances(cfg: Config, n_layers: int) -> dict[int, float]:  # MoE layer -> share of routing weight
+    "What may be left out where; strict layers are not in it."
+    if bad := [x for x in cfg.strict_layers if x >= n_layers]:
+        raise ConfigError(f"strict_layers={list(cfg.strict_layers)}: no MoE layer {bad[0]}, there are 0 to {n_layers - 1}")
+    return {} if cfg.strict else {x: cfg.tolerance for x in range(n_layers) if x not in cfg.strict_layers}
+
 # %% ../nbs/10b_flow.ipynb #7300c50b
 def segment_slots(plan: Plan, experts: int) -> int:
     "Slots of a segment of the slab; `experts`: those of one layer."
@@ -610,10 +654,8 @@ def build_runtime(store: ExpertStore, flow: ExpertFlow) -> Runtime:
             f"the plan has {plan.total_experts} experts of {plan.slot_bytes} B, the checkpoint {sum(store.num_experts)} "
             f"of {store.slot_bytes} B: a fault in ExpertFlow, please report it with the model's config.json"
         )
-    sizes = [[store.layout[name].nbytes] * n for name, n in zip(store.layers, store.num_experts, strict=True)]
-    warmup = 2 * len(store.layers) if cfg.warmup_steps is None else cfg.warmup_steps
-    evictor = make_evictor(cfg.eviction_policy, sizes, cfg.priority_weights)
-    cache = ExpertCache(store.num_experts, plan.slots, evictor, threshold_of(cfg), warmup)
+    evictor, n_layers = evictor_for(cfg, store), len(store.layers)
+    cache = ExpertCache(store.num_experts, plan.slots, evictor, threshold_of(cfg), warmup_of(cfg, n_layers))
     for layer, e in flow.cold:
         if layer >= len(store.layers) or e >= store.num_experts[layer]:
             raise ConfigError(f"cold_experts: there is no expert {e} in MoE layer {layer}; is that the trace of another model?")
@@ -622,51 +664,117 @@ def build_runtime(store: ExpertStore, flow: ExpertFlow) -> Runtime:
     slab = Slab(plan.slots, store.slot_bytes, flow.device, most=plan.total_experts, segment=segment_slots(plan, cache.E))
     executor = make_executor(store, slab, cfg, flow.host_slots)
     rt = Runtime(store, cache, slab, executor, cfg.experts_implementation)
-    rt.host_compute = cfg.host_compute
+    rt.host_compute, rt.tolerance = cfg.host_compute, tolerances(cfg, n_layers)
     return rt
 
 # %% ../nbs/10b_flow.ipynb #8f18f3ac
-def with_predictor(inv: Inventory, file: Path | None) -> Inventory:
-    "The model with the memory that its predictor takes."
-    nbytes = predictor_bytes(file, inv.components["router"].params)
-    return replace(inv, components={**inv.components, "predictor": Component(nbytes=nbytes)})
+def with_predictor(inv: Inventory, cfg: Config, ckpt: Checkpoint) -> Inventory:
+    "The model with the memory that the predictor takes, if the configuration asks for one."
+    parts = {k: x for k, x in inv.components.items() if k != "predictor"}
+    if cfg.lookahead:
+        nbytes = predictor_bytes(predictor_file(cfg.prediction_model_path, ckpt), parts["router"].params)
+        parts["predictor"] = Component(nbytes=nbytes)
+    return replace(inv, components=parts)
 
-def foresee(flow: ExpertFlow, ckpt: Checkpoint) -> Foresight | None:
-    "The prediction that the configuration asks for, at work."
-    if not (far := flow.config.lookahead):
+def foresee(flow: ExpertFlow, cfg: Config, ckpt: Checkpoint) -> Callable[[], Foresight] | None:
+    "The prediction that a configuration asks for: call it to set it to work."
+    if not (far := cfg.lookahead):
         return None
-    file, taps = predictor_file(flow.config.prediction_model_path, ckpt), find_taps(flow.model)
-    return Foresight(flow.runtime, taps, make_predictor(file, flow, taps, far), far, str(file or "gate"))
+    file, taps = predictor_file(cfg.prediction_model_path, ckpt), find_taps(flow.model)
+    predictor = make_predictor(file, flow, taps, far)
+    if far > predictor.ahead:
+        raise ConfigError(f"prediction_lookahead={far}: this predictor looks 1 to {predictor.ahead} layers ahead")
+    return functools.partial(Foresight, flow.runtime, taps, predictor, far, str(file or "gate"))
 
 # %% ../nbs/10b_flow.ipynb #1c9eee24
-def rebudget(flow: ExpertFlow, budget: Any) -> Plan:
-    "Replans for `budget` and changes the number of slots; returns the new plan."
-    cfg = Config.make(flow.config, gpu_memory_budget=budget)
-    room = flow.room  # on an accelerator, what was free before the model came; on the CPU the process counts as free
-    if flow.device.type == "cpu":
-        room = Room(look_around(flow.device, cfg.reserve, flow.inventory.dtype).available, room.system)
-    books, requests, rt = flow.ledger, flow.requests, flow.runtime
-    with rt.lock, requests.lock:  # in this order: a prefetcher that calls this has the first one already
-        plan = plan_for(flow.inventory, cfg, room, flow.plan.staging, len(flow.cold))
-        held = sum(requests.taken.values())
-        extra = max(0, books.held("device", "workspace") - plan.workspace) if held else 0
-        slots = plan.slots - -(-(max(0, held - plan.kv) + extra) // plan.slot_bytes)
-        if slots < plan.min_slots:
-            raise BudgetError(
-                f"gpu_memory_budget={budget}: requests under way hold {fmt_bytes(held)} of KV cache, which leaves {slots} slots, "
-                f"and {plan.min_slots} are needed; wait for them to end, or give more"
-            )
-        rt.resize(slots)
-        rt.cache.keep_free = min(rt.cache.keep_free, slots - plan.min_slots)
-        new = {"KV cache": max(plan.kv, held), "workspace": plan.workspace + extra, "expert slots": slots * plan.slot_bytes}
-        for shrinking in (True, False):  # first what becomes less, so that there is never more taken than there is
-            if not shrinking:
-                books.set_capacity("device", plan.nominal)
-            for name, nbytes in new.items():
-                if (nbytes <= books.held("device", name)) == shrinking:
-                    books.resize("device", name, nbytes)
-        flow.config, flow.plan, requests.plan = cfg, plan, plan
-    return plan
+@dataclass(frozen=True)
+class Ready:
+    "What a new configuration needs, made while the old one is in force. None: stays as it is."
+    config: Config
+    asked: str  # the settings, for messages
+    inventory: Inventory
+    tolerance: dict[int, float]
+    plan: Plan | None
+    heir: Successor | None  # the policy to come
+    predicts: bool  # somebody looks ahead
+    look: Callable[[], Foresight] | None  # somebody else does
+
+_MEMORY = {"gpu_memory_budget", "context", "batch", "token_block_size"}
+_POLICY = {"eviction_policy", "priority_weights"}
+_SIGHT = {"prediction_lookahead", "prediction_model_path"}
+
+def adjust(flow: ExpertFlow, changes: Mapping[str, Any], cfg: Config) -> int:  # layer-steps so far
+    "Puts a checked configuration into effect, or raises and leaves everything as it was."
+    differ = {key for key in changes if getattr(cfg, key) != getattr(flow.config, key)}
+    ready = make_ready(flow, cfg, differ, ", ".join(f"{k}={v}" for k, v in changes.items()), "gpu_memory_budget" in changes)
+    return flow.runtime.between(functools.partial(put_into_effect, flow, ready))
+
+# %% ../nbs/10b_flow.ipynb #06817d93
+def make_ready(flow: ExpertFlow, cfg: Config, differ: Set[str], asked: str, anew: bool) -> Ready:
+    "The first part, which may take its time and may refuse. `anew`: plan again even if the budget is spelled as before."
+    rt, inv = flow.runtime, flow.inventory
+    tolerance = tolerances(cfg, len(rt.layouts))
+    if differ & _SIGHT:
+        inv = with_predictor(inv, cfg, flow.checkpoint)
+    plan = None
+    if anew or differ & _MEMORY or inv.dense_bytes != flow.inventory.dense_bytes:
+        plan = plan_for(inv, cfg, room_now(flow, cfg), flow.plan.staging, len(flow.cold))
+    look = foresee(flow, cfg, flow.checkpoint) if differ & _SIGHT else None
+    heir = Successor(evictor_for(cfg, rt.store)) if differ & _POLICY else None
+    for _ in range(3 if heir else 0):
+        heir.catch_up(rt.cache)  # type: ignore[union-attr]
+    return Ready(cfg, asked, inv, tolerance, plan, heir, bool(cfg.lookahead), look)
+
+def room_now(flow: ExpertFlow, cfg: Config) -> Room:
+    "On an accelerator, what was free before the model came; on the CPU the process counts as free."
+    if flow.device.type != "cpu":
+        return flow.room
+    return Room(look_around(flow.device, cfg.reserve, flow.inventory.dtype).available, flow.room.system)
+
+# %% ../nbs/10b_flow.ipynb #98127e9f
+def put_into_effect(flow: ExpertFlow, new: Ready) -> int:  # layer-steps so far
+    "Between two layer-steps."
+    rt, cfg = flow.runtime, new.config
+    with flow.requests.lock:
+        if new.plan is not None:
+            move_budget(flow, new.plan, new.asked)
+            flow.inventory = flow.requests.inv = new.inventory
+        if cfg.token_block_size != flow.requests.block:
+            flow.requests.block = flow.model.generation_config.prefill_chunk_size = cfg.token_block_size
+    cache, plan = rt.cache, flow.plan
+    cache.threshold, cache.warmup_steps = threshold_of(cfg), warmup_of(cfg, len(rt.layouts))
+    cache.keep_free = min(spare(cache.n_slots, cache.total, cache.threshold), cache.n_slots - plan.min_slots)
+    if new.heir is not None:
+        new.heir.take_over(cache)
+    rt.host_compute, rt.tolerance = cfg.host_compute, new.tolerance
+    if flow.foresight and (new.look is not None or not new.predicts):
+        flow.foresight.close()
+        flow.foresight = None
+    if new.look is not None:
+        flow.foresight = new.look()
+    return cache.count.steps
+
+def move_budget(flow: ExpertFlow, plan: Plan, asked: str) -> None:
+    "Slots and books for another plan. BudgetError if requests under way leave no room; then nothing has happened."
+    books, requests = flow.ledger, flow.requests
+    held = sum(requests.taken.values())
+    extra = max(0, books.held("device", "workspace") - plan.workspace) if held else 0
+    slots = plan.slots - -(-(max(0, held - plan.kv) + extra) // plan.slot_bytes)
+    if slots < plan.min_slots:
+        raise BudgetError(
+            f"{asked}: requests under way hold {fmt_bytes(held)} of KV cache, which leaves {slots} slots, "
+            f"and {plan.min_slots} are needed; wait for them to end, or give more"
+        )
+    flow.runtime.resize(slots)
+    new = {"KV cache": max(plan.kv, held), "workspace": plan.workspace + extra, "expert slots": slots * plan.slot_bytes}
+    new["resident weights"] = plan.dense
+    for shrinking in (True, False):  # first what becomes less, so that there is never more taken than there is
+        if not shrinking:
+            books.set_capacity("device", plan.nominal)
+        for name, nbytes in new.items():
+            if (nbytes <= books.held("device", name)) == shrinking:
+                books.resize("device", name, nbytes)
+    flow.plan, requests.plan = plan, plan
 
 # %% ../nbs/10b_flow.ipynb #e2aa88c8
 def encode(flow: Many, prompt: Any) -> dict[str, Tensor]:
@@ -784,6 +892,8 @@ class Report:
     cache: dict[str, Any]
     traffic: dict[str, Any]
     prediction: dict[str, Any] | None = None  # who looks ahead, and how often it was right
+    skipped: dict[str, Any] = field(default_factory=dict)  # what a tolerance has left out so far
+    changes: list[dict[str, Any]] = field(default_factory=list)  # of settings: version, layer-step, key -> before and after
     runs: list[dict[str, Any]] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -816,15 +926,29 @@ def prediction_line(r: Report) -> str:
 def make_report(flow: ExpertFlow) -> Report:
     rt = flow.runtime
     chosen: dict[str, Any] = {"device": str(flow.device), "dtype": str(flow.model.dtype).removeprefix("torch.")}
-    chosen |= {"warmup_steps": rt.cache.warmup_steps, "eviction_threshold": threshold_of(flow.config)}
+    chosen |= {"warmup_steps": rt.cache.warmup_steps, "eviction_threshold": rt.cache.threshold}
+    chosen |= {"prediction_lookahead": flow.config.lookahead}
     config = flow.config.as_dict() | chosen
     count = asdict(rt.cache.count) | {"slots": rt.cache.n_slots, "resident": rt.cache.n_slots - len(rt.cache.free)}
     plan = flow.plan.as_dict() | {"cold_experts": len(flow.cold)}
     memory, runs = flow.ledger.snapshot(), [r.as_dict() for r in flow.generations]
     traffic = asdict(rt.traffic) | {"paced_link": flow.config.link_rate}  # bytes/s, None: not slowed down
     seen = flow.foresight.as_dict() if flow.foresight else None
-    return Report(str(flow.path), str(flow.device), config, plan, memory, measured_peak(flow.device), count, traffic, seen, runs)
+    left, changes = asdict(rt.skipped) | {"share": rt.skipped.share}, [asdict(x) for x in flow.settings.changes.copy()]
+    peak, where = measured_peak(flow.device), str(flow.device)
+    return Report(str(flow.path), where, config, plan, memory, peak, count, traffic, seen, left, changes, runs)
 
+def skipped_text(g: Mapping[str, Any]) -> str:
+    return (
+        f"{g['skipped']} missing experts left out, {g['skipped_share']:.2%} of the routing weight of layers that are not strict: "
+        f"{fmt_bytes(g['bytes_skipped'])} not loaded, and not the output of the whole model"
+    )
+
+def changed_text(x: Mapping[str, Any]) -> str:
+    what = ", ".join(f"{key} {before} -> {after}" for key, (before, after) in x["settings"].items())
+    return f"last after {x['step']} layer-steps: {what}"
+
+# %% ../nbs/10b_flow.ipynb #93ea8664
 def report_table(r: Report) -> str:
     "The report for people; the last run in full."
     lines = []
@@ -839,6 +963,7 @@ def report_table(r: Report) -> str:
             f"traffic    {fmt_bytes(g['bytes_loaded'])} loaded ({fmt_bytes(int(g['bytes_per_token'] or 0))} per token), "
             f"stalled {g['stall']:.2f} s" + (f"; paced: {fmt_bytes(rate)}/s" if (rate := r.traffic["paced_link"]) else ""),
         ]
+        lines += [f"skipped    {skipped_text(g)}"] if g["skipped"] or not r.config["strict"] else []
         lines += [prediction_line(r)] if r.prediction else []
         lines += [f"failed     {g['error']}"] if g["error"] else []
     p, dev = r.plan, r.memory["device"]
@@ -847,5 +972,6 @@ def report_table(r: Report) -> str:
         f"slots      {p['slots']} for {p['total_experts']} experts ({p['resident_share']:.0%}), {p['verdict']}",
         *(f"cold       {note}" for note in p["notes"] if "cold experts" in note),
         "config     " + ", ".join(f"{k}={v}" for k, v in r.config.items()),
+        *([f"changed    {len(r.changes)} times; {changed_text(r.changes[-1])}"] if r.changes else []),
     ]
     return "\n".join(lines)

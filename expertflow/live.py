@@ -81,7 +81,7 @@ class Settings:
     def config(self) -> Config: return self.now.config
 
     def change(self, changes: Mapping[str, Any], apply: Callable[[Config], int]) -> Config: # the configuration in force
-        "Checks `changes`, has `apply` put them into effect (it returns the number of layer-steps so far), and tells. All or nothing."
+        "Checks `changes`, has `apply` make them (it returns the number of layer-steps so far), and tells. All or nothing."
         with self._turn:
             old = self.now.config
             new = changed(old, changes)
