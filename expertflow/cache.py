@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ABSENT', 'PASSES', 'LayerStep', 'Load', 'Evictor', 'Residency', 'check', 'Counters', 'Watcher', 'Books', 'balance',
-           'spare', 'ExpertCache', 'noted', 'unmoved', 'choose_victims', 'admit', 'loaded', 'failed', 'done', 'end',
-           'reserve', 'resize', 'Successor', 'steal']
+           'observed', 'spare', 'ExpertCache', 'noted', 'unmoved', 'choose_victims', 'admit', 'loaded', 'failed',
+           'done', 'end', 'reserve', 'resize', 'Successor', 'steal']
 
 # %% ../nbs/05_cache.ipynb #6f9f66b1
 import bisect
@@ -129,6 +129,8 @@ class Watcher(Protocol):
         "The owner of `slot` loses it."
 
 # %% ../nbs/05_cache.ipynb #89e06013
+PASSES = 16  # whose layer-steps are remembered for a policy that comes later
+
 class Books(Residency):
     "The tables, with what happened so far, and which residents were prefetched and not needed yet."
     watcher: Watcher | None = None
@@ -137,6 +139,7 @@ class Books(Residency):
         super().__init__(num_experts, n_slots)
         self.fresh = np.zeros(n_slots, bool)
         self.count = Counters()
+        self.past: deque[tuple[int, np.ndarray]] = deque(maxlen=PASSES * len(self.num_experts))  # number, flat ids of layer-steps
         self.moved: Callable[[int, bool], None] | None = None  # is told who comes and who goes
 
     def needed(self, slots: list[int]) -> np.ndarray:  # bool: which of them a prefetch is still filling
@@ -177,9 +180,14 @@ def balance(books: Books) -> int:
     n = books.count
     return n.prefetched - n.in_time - n.late - n.wasted - n.cancelled - int(books.fresh.sum())
 
-# %% ../nbs/05_cache.ipynb #da0a9b90
-PASSES = 16  # whose layer-steps are remembered for a policy that comes later
+# %% ../nbs/05_cache.ipynb #a89ac7de
+def observed(cache: "ExpertCache", layer: int, experts: Sequence[int]) -> None:
+    "Tells the policy, and keeps it for the next one."
+    used = cache.count.steps, np.array(experts, np.int64) + layer * cache.E
+    cache.past.append(used)
+    cache.evictor.observe(*used)
 
+# %% ../nbs/05_cache.ipynb #da0a9b90
 def spare(n_slots: int, total: int, threshold: float) -> int:
     "Slots that the threshold wants free after a layer-step; none if all experts fit."
     return 0 if n_slots >= total else n_slots - int(threshold * n_slots)
@@ -200,13 +208,11 @@ class ExpertCache(Books):
         self.evictor, self.warmup_steps, self.threshold = evictor, warmup_steps, threshold
         self.moved = getattr(evictor, "moved", None)
         self.keep_free = spare(n_slots, self.total, threshold)
-        self.past: deque[tuple[int, np.ndarray]] = deque(maxlen=PASSES * len(self.num_experts))
 
     def begin(self, layer: int, experts: Iterable[int]) -> LayerStep:
         "Starts a layer-step; `experts` are the distinct experts needed. Hits are pinned."
         row = self.slot_of[layer]
-        hits: list[int] = []
-        misses: list[int] = []
+        hits, misses = list[int](), list[int]()
         for e in experts:
             (misses if row[e] == ABSENT else hits).append(e)
         if self.watcher is not None:
@@ -218,14 +224,8 @@ class ExpertCache(Books):
         self.pins[slots] += 1
         late = set(compress(hits, self.needed(slots))) if self.count.prefetched else set()
         self.settled(layer)
-        self.observe(layer, hits + misses)
+        observed(self, layer, hits + misses)
         return LayerStep(layer, hits, sorted(misses), set(hits), len(misses), late)
-
-    def observe(self, layer: int, experts: Sequence[int]) -> None:
-        "Tells the policy, and keeps it for the next one."
-        used = self.count.steps, np.array(experts, np.int64) + layer * self.E
-        self.past.append(used)
-        self.evictor.observe(*used)
 
     def hit_all(self, layer: int, experts: Sequence[int]) -> list[int] | None:
         "If every expert of the model is resident: the slots of these, counted as hits. Nothing can move, so nothing is pinned."
@@ -250,7 +250,7 @@ def noted(cache: ExpertCache, layer: int, experts: Sequence[int]) -> None:
     cache.count.hits += len(experts)
     cache.needed([s for e in experts if (s := cache.slot_of[layer][e]) != ABSENT])
     cache.settled(layer)
-    cache.observe(layer, experts)
+    observed(cache, layer, experts)
 
 def unmoved(cache: ExpertCache, layer: int, experts: Sequence[int]) -> None:
     "Misses of the step about to begin that are not brought."
@@ -258,7 +258,7 @@ def unmoved(cache: ExpertCache, layer: int, experts: Sequence[int]) -> None:
         cache.watcher.uses(layer, (), experts)
     cache.count.misses += len(experts)
     cache.count.on_host += len(experts)
-    cache.observe(layer, experts)
+    observed(cache, layer, experts)
 
 # %% ../nbs/05_cache.ipynb #1a6cb54e
 def choose_victims(

@@ -216,7 +216,7 @@ def _layers(key: str, x: Any) -> tuple[int, ...]:
         raise _fail(key, x, "must be a list of MoE layers, counted from 0, such as [0, 1]")
     return tuple(sorted({int(n) for n in x}))
 
-
+# %% ../nbs/00_config.ipynb #f8878bf2
 def _cold(key: str, x: Any) -> str | float | tuple[tuple[int, int], ...] | None:
     "A file or folder, a share of activations, or pairs (layer, expert)."
     if x is None or isinstance(x, (str, Path)): return None if x is None else _path(key, x)
@@ -305,8 +305,7 @@ class Config:
     @property
     def reserve(self) -> int | None: return _reserve(self.system_reserve)
     @property
-    def lookahead(self) -> int:
-        return (2 if self.prediction_model_path else 0) if self.prediction_lookahead is None else self.prediction_lookahead
+    def lookahead(self) -> int: return _lookahead(self.prediction_lookahead, self.prediction_model_path)
     @property
     def link_rate(self) -> int | None: return _rate("paced_link", self.paced_link)
 
@@ -332,6 +331,9 @@ def _check(c: Config) -> None:
             "priority_weights": _weights("priority_weights", c.priority_weights),
             "prediction_model_path": None if c.prediction_model_path is None else str(c.prediction_model_path)}
     for key, x in tidy.items(): object.__setattr__(c, key, x)      # frozen for others, not for its own making
+
+
+def _lookahead(layers: int | None, path: str | None) -> int: return (2 if path else 0) if layers is None else layers
 
 
 def _as_dict(c: Config) -> dict[str, Any]:

@@ -972,6 +972,6 @@ def report_table(r: Report) -> str:
         f"slots      {p['slots']} for {p['total_experts']} experts ({p['resident_share']:.0%}), {p['verdict']}",
         *(f"cold       {note}" for note in p["notes"] if "cold experts" in note),
         "config     " + ", ".join(f"{k}={v}" for k, v in r.config.items()),
-        *([f"changed    {len(r.changes)} times; {changed_text(r.changes[-1])}"] if r.changes else []),
+        *([f"changed    {r.changes[-1]['version']} times, {changed_text(r.changes[-1])}"] if r.changes else []),
     ]
     return "\n".join(lines)
