@@ -142,6 +142,10 @@ class Books(Residency):
         self.past: deque[tuple[int, np.ndarray]] = deque(maxlen=PASSES * len(self.num_experts))  # number, flat ids of layer-steps
         self.moved: Callable[[int, bool], None] | None = None  # is told who comes and who goes
 
+    def tell(self, layer: int, hits: Sequence[int], misses: Sequence[int]) -> None:
+        if self.watcher is not None:
+            self.watcher.uses(layer, hits, misses)
+
     def needed(self, slots: list[int]) -> np.ndarray:  # bool: which of them a prefetch is still filling
         "Settles which prefetches have paid."
         late = self.fresh[slots] & self.loading[slots]
@@ -215,8 +219,7 @@ class ExpertCache(Books):
         hits, misses = list[int](), list[int]()
         for e in experts:
             (misses if row[e] == ABSENT else hits).append(e)
-        if self.watcher is not None:
-            self.watcher.uses(layer, hits, misses)
+        self.tell(layer, hits, misses)
         self.count.steps += 1
         self.count.hits += len(hits)
         self.count.misses += len(misses)
@@ -231,8 +234,7 @@ class ExpertCache(Books):
         "If every expert of the model is resident: the slots of these, counted as hits. Nothing can move, so nothing is pinned."
         if self.n_slots - len(self.free) < self.total or self.loading.any():
             return None
-        if self.watcher is not None:
-            self.watcher.uses(layer, experts, ())
+        self.tell(layer, experts, ())
         self.count.steps += 1
         self.count.hits += len(experts)
         slots = [self.slot_of[layer][e] for e in experts]
@@ -244,8 +246,7 @@ class ExpertCache(Books):
 # %% ../nbs/05_cache.ipynb #b1160a24
 def noted(cache: ExpertCache, layer: int, experts: Sequence[int]) -> None:
     "A layer-step used these experts where they were, which becomes known only now."
-    if cache.watcher is not None:
-        cache.watcher.uses(layer, experts, ())
+    cache.tell(layer, experts, ())
     cache.count.steps += 1
     cache.count.hits += len(experts)
     cache.needed([s for e in experts if (s := cache.slot_of[layer][e]) != ABSENT])
@@ -254,8 +255,7 @@ def noted(cache: ExpertCache, layer: int, experts: Sequence[int]) -> None:
 
 def unmoved(cache: ExpertCache, layer: int, experts: Sequence[int]) -> None:
     "Misses of the step about to begin that are not brought."
-    if cache.watcher is not None:
-        cache.watcher.uses(layer, (), experts)
+    cache.tell(layer, (), experts)
     cache.count.misses += len(experts)
     cache.count.on_host += len(experts)
     observed(cache, layer, experts)

@@ -14,7 +14,8 @@ REPO = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted(p for p in (REPO / "nbs").rglob("*.ipynb")
                    if not any(s.startswith((".", "_")) for s in p.relative_to(REPO).parts))
 MODULES = sorted(p for p in (REPO / "expertflow").glob("*.py") if p.stem not in ("__init__", "_modidx"))
-NO_TORCH = ("config", "hardware", "trace", "cache", "forecast", "evictor", "quality", "yardsticks", "grouping", "simulator")
+NO_TORCH = ("config", "hardware", "trace", "cache", "forecast", "evictor", "quality", "yardsticks", "grouping", "simulator",
+            "map")
 MOST_LINES = 45
 each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 
