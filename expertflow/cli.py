@@ -13,7 +13,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from .config import Config, ExpertFlowError, parse_bytes
+from .config import Config, ExpertFlowError, load_config, parse_bytes
+from .live import LiveFile, changed
 
 # %% ../nbs/14_cli.ipynb #5b7de3ab
 def _settings(a: argparse.Namespace) -> dict[str, Any]:
@@ -36,11 +37,16 @@ def generate(a: argparse.Namespace) -> int:
     "Streams the answer; with --json prints one JSON object at the end instead."
     cfg = Config.make(a.config, **_settings(a))
     _check_request(a)
+    if a.live:
+        changed(cfg, load_config(a.live))
     from expertflow.flow import ExpertFlow
 
     _quiet()
     with ExpertFlow.from_pretrained(cfg) as flow:
         _fit_context(flow, a)
+        live = LiveFile(a.live, flow.set) if a.live else None
+        if live and (problem := live.poll()):
+            raise ExpertFlowError(problem)
         sampling: dict[str, Any] = {"do_sample": False}
         if a.temperature > 0:
             import torch
@@ -52,6 +58,8 @@ def generate(a: argparse.Namespace) -> int:
             text += piece
             if not a.json:
                 print(piece, end="", flush=True)
+            if live and (problem := live.poll()):
+                _say(f"{problem}; the settings stay as they were", 0)
         report = flow.report()
         if a.json:
             print(json.dumps({"text": text} | ({"report": report.as_dict()} if a.report else {})))
@@ -332,6 +340,7 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default)")
     g.add_argument("--seed", type=int, default=0, help="of the sampling")
     g.add_argument("--report", action="store_true", help="print where time and bytes went")
+    g.add_argument("--live", metavar="FILE", help="settings (JSON or TOML) that are read again whenever FILE changes")
     g.add_argument("--json", action="store_true", help="one JSON object instead of text")
     g.set_defaults(run=generate)
     _more(sub)

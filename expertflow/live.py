@@ -73,7 +73,7 @@ class Settings:
         self.changes: deque[Change] = deque(maxlen=100)  # the latest
         self._turn, self._lock = threading.Lock(), threading.Lock()
         self._listeners: list[Listener] = []
-        self._telling = False
+        self._telling, self._told = False, self.now
 
     @property
     def version(self) -> int: return self.now.version
@@ -115,14 +115,13 @@ def _tell(box: Settings) -> None:
     with box._lock:
         if box._telling: return
         box._telling = True
-    told: Now | None = None
     while True:
         with box._lock:
-            if told is box.now:
+            if box._told is box.now:
                 box._telling = False
                 return
-            told, listeners = box.now, list(box._listeners)
-        for listener in listeners: _tell_one(listener, told)
+            box._told, listeners = box.now, list(box._listeners)
+        for listener in listeners: _tell_one(listener, box._told)
 
 # %% ../nbs/00a_live.ipynb #965be748
 class LiveFile:
@@ -140,5 +139,5 @@ class LiveFile:
         if content == self.seen: return None
         self.seen = content
         try: self.set(**load_config(self.path))
-        except ExpertFlowError as e: return str(e)
+        except ExpertFlowError as e: return str(e) if str(e).startswith(str(self.path)) else f"{self.path}: {e}"
         return None
