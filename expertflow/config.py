@@ -204,7 +204,6 @@ def _switches(c: "Config") -> None:
     _one_of("host_compute", c.host_compute, HOST_COMPUTE)
     _flag("strict", c.strict)
     _flag("preload", c.preload)
-    _path("prediction_model_path", c.prediction_model_path, '"gate" or the file of a trained predictor')
 
 
 def _whole(n: object) -> bool: return isinstance(n, Integral) and not isinstance(n, bool) and 0 <= int(n) < 1 << 31
@@ -281,6 +280,7 @@ class Config:
     eviction_threshold: float | None = None # share of the slots filled when eviction starts; None: 0.9 with prefetch, else 1
     warmup_steps: int | None = None         # layer-steps without eviction; None: twice the MoE layers
     prediction_model_path: str | None = None    # a trained one's file, or "gate": routers alone; None: the best there is
+    forecast_model_path: str | None = None  # of policy "forecast": a path predictor's file, or "routing"; None: as above
     prediction_lookahead: int | None = None # MoE layers, 0: off; None: 2 with prediction_model_path, else 0
     strict: bool = True                     # wait for the right expert: output equals the resident model's
     strict_layers: Sequence[int] = ()       # MoE layers (0: the first) that stay strict although strict is False
@@ -306,8 +306,7 @@ class Config:
     def reserve(self) -> int | None: return _reserve(self.system_reserve)
     @property
     def lookahead(self) -> int: return _lookahead(self.prediction_lookahead, self.prediction_model_path)
-    @property
-    def link_rate(self) -> int | None: return _rate("paced_link", self.paced_link)
+    link_rate = property(lambda self: _rate("paced_link", self.paced_link))     # bytes/s
 
     @classmethod
     def make(cls, config: "Source" = None, **overrides: Any) -> "Config": return make_config(config, **overrides)
@@ -316,6 +315,8 @@ class Config:
 
 # %% ../nbs/00_config.ipynb #0e12d538
 Source = Mapping[str, Any] | str | Path | Config | None
+_PATHS = {"model_path": "a folder or a model's name", "prediction_model_path": '"gate" or the file of a trained predictor',
+          "forecast_model_path": '"routing" or the file of a trained path predictor'}
 
 
 def _check(c: Config) -> None:
@@ -325,11 +326,10 @@ def _check(c: Config) -> None:
     for key in ("gpu_memory_budget", "cpu_memory_budget"): _budget(key, getattr(c, key))
     _budget("system_reserve", c.system_reserve, _reserve)
     _rate("paced_link", c.paced_link)
-    tidy = {"cold_experts": _cold("cold_experts", c.cold_experts),
-            "model_path": _path("model_path", c.model_path), "dtype": _dtype("dtype", c.dtype),
+    tidy = {"cold_experts": _cold("cold_experts", c.cold_experts), "dtype": _dtype("dtype", c.dtype),
             "strict_layers": _layers("strict_layers", c.strict_layers), "device": _device("device", c.device),
-            "priority_weights": _weights("priority_weights", c.priority_weights),
-            "prediction_model_path": None if c.prediction_model_path is None else str(c.prediction_model_path)}
+            "priority_weights": _weights("priority_weights", c.priority_weights)}
+    tidy |= {key: _path(key, getattr(c, key), what) for key, what in _PATHS.items()}
     for key, x in tidy.items(): object.__setattr__(c, key, x)      # frozen for others, not for its own making
 
 

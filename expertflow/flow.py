@@ -6,10 +6,11 @@
 __all__ = ['find_checkpoint', 'Room', 'look_around', 'plan_for', 'without_cold', 'staging_bytes', 'heat_of', 'heat_order',
            'preload', 'host_slots', 'make_executor', 'break_stream', 'Clock', 'Generation', 'Watch', 'Requests',
            'longest', 'prompt_of', 'around_generate', 'Parts', 'Many', 'ExpertFlow', 'load_tokenizer', 'load',
-           'open_books', 'one_line', 'load_model', 'threshold_of', 'warmup_of', 'evictor_for', 'tolerances',
-           'segment_slots', 'build_runtime', 'with_predictor', 'foresee', 'Ready', 'adjust', 'make_ready', 'room_now',
-           'put_into_effect', 'move_budget', 'encode', 'stream_text', 'kv_memory', 'encode_all', 'stream_texts',
-           'Report', 'measured_peak', 'prediction_line', 'make_report', 'skipped_text', 'changed_text', 'report_table']
+           'open_books', 'one_line', 'load_model', 'threshold_of', 'warmup_of', 'paths_of', 'evictor_for', 'tolerances',
+           'segment_slots', 'build_runtime', 'with_predictor', 'foresee', 'see_paths', 'Ready', 'adjust', 'make_ready',
+           'room_now', 'put_into_effect', 'move_budget', 'encode', 'stream_text', 'kv_memory', 'encode_all',
+           'stream_texts', 'Report', 'measured_peak', 'prediction_line', 'forecast_line', 'make_report', 'skipped_text',
+           'changed_text', 'report_table']
 
 # %% ../nbs/10b_flow.ipynb #0a868eb4
 import contextlib
@@ -43,12 +44,15 @@ from .cache import Evictor, ExpertCache, LayerStep, Successor, admit, end, spare
 from .checkpoint import Checkpoint, ExpertStore, check_supported, quantisation, unpacking
 from .config import BudgetError, CheckpointError, Config, ConfigError, ExpertFlowError, Share, Source, fmt_bytes
 from .evictor import make_evictor
+from .forecast import PredictedForecast
 from .foresight import Foresight, make_predictor, predictor_bytes, predictor_file
 from .hardware import device_memory, give_back_freed, memory_available, peak_rss, pick_device, rss
 from .ledger import Component, Inventory, Ledger, Plan, admit_kv, inventory, make_plan
 from .live import Settings
 from .many import BLOCK, Memory, UnfinishedError, answer_all, block_that_fits
 from .mover import AcceleratorExecutor, CpuExecutor, Executor, Link, Slab
+from .paths import HORIZONS
+from .pathsight import PathSight, make_sight, path_bytes, path_file
 from .runtime import Runtime, offloaded
 from .taps import find_taps
 from .trace import named_cold
@@ -403,6 +407,8 @@ class Parts:
     ledger: Ledger
     requests: Requests
     foresight: Foresight | None = None
+    forecast: PredictedForecast | None = None  # what `sight` keeps up to date for the evictor
+    sight: PathSight | None = None
     checkpoint: Checkpoint
     host_slots = 0
     cold: Sequence[tuple[int, int]] = ()  # (layer, expert) that stay on the host
@@ -420,8 +426,9 @@ class Parts:
 
     def close(self) -> None:
         "Ends the reader threads and closes the files. The model cannot be used afterwards."
-        if self.foresight:
-            self.foresight.close()
+        for eyes in (self.foresight, self.sight):
+            if eyes:
+                eyes.close()
         if hasattr(self, "runtime"):
             self.runtime.close()
 
@@ -527,6 +534,7 @@ def _config_of(model: Any, config: Source, settings: dict[str, Any]) -> Config:
 _OURS = {"dtype": "dtype", "torch_dtype": "dtype", "device_map": "device"}
 _OURS |= {"experts_implementation": "experts_implementation"}
 
+# %% ../nbs/10b_flow.ipynb #81f1016f
 def load(cfg: Config, model_kwargs: dict[str, Any]) -> ExpertFlow:
     "The whole of `from_pretrained`."
     for key in model_kwargs.keys() & _OURS.keys():
@@ -554,6 +562,8 @@ def load(cfg: Config, model_kwargs: dict[str, Any]) -> ExpertFlow:
             preload(flow.runtime, [x for x in order if x not in set(cold)])
         if (look := foresee(flow, cfg, ckpt)) is not None:
             flow.foresight = look()
+        if (see := see_paths(flow, cfg, flow.forecast)) is not None:
+            flow.sight = see()
     except BaseException:
         flow.close()
         raise
@@ -627,10 +637,15 @@ def warmup_of(cfg: Config, n_layers: int) -> int:
     "Layer-steps of warm-up, from the first one after loading."
     return 2 * n_layers if cfg.warmup_steps is None else cfg.warmup_steps
 
-def evictor_for(cfg: Config, store: ExpertStore) -> Evictor:
-    "The policy that the configuration names, for the experts of a model."
+def paths_of(cfg: Config, ckpt: Checkpoint) -> Path | None:
+    "The file of the path predictor that the configuration asks for."
+    return path_file(cfg.forecast_model_path, ckpt) if cfg.eviction_policy == "forecast" else None
+
+def evictor_for(cfg: Config, store: ExpertStore, paths: Path | None) -> tuple[Evictor, PredictedForecast | None]:
+    "The policy that the configuration names, and the forecast that has to be kept up to date for it, if there is one."
     sizes = [[store.layout[name].nbytes] * n for name, n in zip(store.layers, store.num_experts, strict=True)]
-    return make_evictor(cfg.eviction_policy, sizes, cfg.priority_weights)
+    forecast = PredictedForecast(store.num_experts, HORIZONS) if paths else None
+    return make_evictor(cfg.eviction_policy, sizes, cfg.priority_weights, forecast=forecast), forecast
 
 def tolerances(cfg: Config, n_layers: int) -> dict[int, float]:  # MoE layer -> share of routing weight
     "What may be left out where; strict layers are not in it."
@@ -654,7 +669,8 @@ def build_runtime(store: ExpertStore, flow: ExpertFlow) -> Runtime:
             f"the plan has {plan.total_experts} experts of {plan.slot_bytes} B, the checkpoint {sum(store.num_experts)} "
             f"of {store.slot_bytes} B: a fault in ExpertFlow, please report it with the model's config.json"
         )
-    evictor, n_layers = evictor_for(cfg, store), len(store.layers)
+    evictor, flow.forecast = evictor_for(cfg, store, paths_of(cfg, flow.checkpoint))
+    n_layers = len(store.layers)
     cache = ExpertCache(store.num_experts, plan.slots, evictor, threshold_of(cfg), warmup_of(cfg, n_layers))
     for layer, e in flow.cold:
         if layer >= len(store.layers) or e >= store.num_experts[layer]:
@@ -669,11 +685,13 @@ def build_runtime(store: ExpertStore, flow: ExpertFlow) -> Runtime:
 
 # %% ../nbs/10b_flow.ipynb #8f18f3ac
 def with_predictor(inv: Inventory, cfg: Config, ckpt: Checkpoint) -> Inventory:
-    "The model with the memory that the predictor takes, if the configuration asks for one."
-    parts = {k: x for k, x in inv.components.items() if k != "predictor"}
+    "The model with the memory that predictors take, if the configuration asks for any."
+    parts = {k: x for k, x in inv.components.items() if k not in ("predictor", "path predictor")}
     if cfg.lookahead:
         nbytes = predictor_bytes(predictor_file(cfg.prediction_model_path, ckpt), parts["router"].params)
         parts["predictor"] = Component(nbytes=nbytes)
+    if (paths := paths_of(cfg, ckpt)) and pick_device(cfg.device).type == "cpu":  # behind an accelerator it is on the host
+        parts["path predictor"] = Component(nbytes=path_bytes(paths))
     return replace(inv, components=parts)
 
 def foresee(flow: ExpertFlow, cfg: Config, ckpt: Checkpoint) -> Callable[[], Foresight] | None:
@@ -686,6 +704,13 @@ def foresee(flow: ExpertFlow, cfg: Config, ckpt: Checkpoint) -> Callable[[], For
         raise ConfigError(f"prediction_lookahead={far}: this predictor looks 1 to {predictor.ahead} layers ahead")
     return functools.partial(Foresight, flow.runtime, taps, predictor, far, str(file or "gate"))
 
+def see_paths(flow: ExpertFlow, cfg: Config, forecast: PredictedForecast | None) -> Callable[[], PathSight] | None:
+    "What keeps a forecast up to date: call it to set it to work."
+    file = paths_of(cfg, flow.checkpoint)
+    if file is None or forecast is None:
+        return None
+    return functools.partial(make_sight, file, flow.model, find_taps(flow.model), forecast, flow.runtime.lock)
+
 # %% ../nbs/10b_flow.ipynb #1c9eee24
 @dataclass(frozen=True)
 class Ready:
@@ -696,11 +721,12 @@ class Ready:
     tolerance: dict[int, float]
     plan: Plan | None
     heir: Successor | None  # the policy to come
+    see: Callable[[], PathSight] | None  # what keeps its forecast up to date
     predicts: bool  # somebody looks ahead
     look: Callable[[], Foresight] | None  # somebody else does
 
 _MEMORY = {"gpu_memory_budget", "context", "batch", "token_block_size"}
-_POLICY = {"eviction_policy", "priority_weights"}
+_POLICY = {"eviction_policy", "priority_weights", "forecast_model_path"}
 _SIGHT = {"prediction_lookahead", "prediction_model_path"}
 
 def adjust(flow: ExpertFlow, changes: Mapping[str, Any], cfg: Config) -> int:  # layer-steps so far
@@ -714,16 +740,19 @@ def make_ready(flow: ExpertFlow, cfg: Config, differ: Set[str], asked: str, anew
     "The first part, which may take its time and may refuse. `anew`: plan again even if the budget is spelled as before."
     rt, inv = flow.runtime, flow.inventory
     tolerance = tolerances(cfg, len(rt.layouts))
-    if differ & _SIGHT:
+    if differ & (_SIGHT | _POLICY):
         inv = with_predictor(inv, cfg, flow.checkpoint)
     plan = None
     if anew or differ & _MEMORY or inv.dense_bytes != flow.inventory.dense_bytes:
         plan = plan_for(inv, cfg, room_now(flow, cfg), flow.plan.staging, len(flow.cold))
     look = foresee(flow, cfg, flow.checkpoint) if differ & _SIGHT else None
-    heir = Successor(evictor_for(cfg, rt.store)) if differ & _POLICY else None
-    for _ in range(3 if heir else 0):
-        heir.catch_up(rt.cache)  # type: ignore[union-attr]
-    return Ready(cfg, asked, inv, tolerance, plan, heir, bool(cfg.lookahead), look)
+    heir = see = None
+    if differ & _POLICY:
+        evictor, forecast = evictor_for(cfg, rt.store, paths_of(cfg, flow.checkpoint))
+        heir, see = Successor(evictor), see_paths(flow, cfg, forecast)
+        for _ in range(3):
+            heir.catch_up(rt.cache)
+    return Ready(cfg, asked, inv, tolerance, plan, heir, see, bool(cfg.lookahead), look)
 
 def room_now(flow: ExpertFlow, cfg: Config) -> Room:
     "On an accelerator, what was free before the model came; on the CPU the process counts as free."
@@ -746,6 +775,9 @@ def put_into_effect(flow: ExpertFlow, new: Ready) -> int:  # layer-steps so far
     cache.keep_free = min(spare(cache.n_slots, cache.total, cache.threshold), cache.n_slots - plan.min_slots)
     if new.heir is not None:
         new.heir.take_over(cache)
+        if flow.sight:
+            flow.sight.close()
+        flow.sight = new.see() if new.see else None
     rt.host_compute, rt.tolerance = cfg.host_compute, new.tolerance
     if flow.foresight and (new.look is not None or not new.predicts):
         flow.foresight.close()
@@ -754,6 +786,7 @@ def put_into_effect(flow: ExpertFlow, new: Ready) -> int:  # layer-steps so far
         flow.foresight = new.look()
     return cache.count.steps
 
+# %% ../nbs/10b_flow.ipynb #a0b3122e
 def move_budget(flow: ExpertFlow, plan: Plan, asked: str) -> None:
     "Slots and books for another plan. BudgetError if requests under way leave no room; then nothing has happened."
     books, requests = flow.ledger, flow.requests
@@ -892,6 +925,7 @@ class Report:
     cache: dict[str, Any]
     traffic: dict[str, Any]
     prediction: dict[str, Any] | None = None  # who looks ahead, and how often it was right
+    forecast: dict[str, Any] | None = None  # passes that a path predictor told the evictor about, and what was in its way
     skipped: dict[str, Any] = field(default_factory=dict)  # what a tolerance has left out so far
     changes: list[dict[str, Any]] = field(default_factory=list)  # of settings: version, layer-step, key -> before and after
     runs: list[dict[str, Any]] = field(default_factory=list)
@@ -923,6 +957,10 @@ def prediction_line(r: Report) -> str:
     return f"prediction {Path(p['predictor']).stem}, {named}; {loads}; {p['seconds'] / seconds:.1%} of the time"
 
 # %% ../nbs/10b_flow.ipynb #2b59a014
+def forecast_line(f: Mapping[str, Any]) -> str:
+    but = f"; not the last one: {f['problem']}" if f["problem"] else ""
+    return f"forecast   by a path predictor, {f['passes']} passes{but}"
+
 def make_report(flow: ExpertFlow) -> Report:
     rt = flow.runtime
     chosen: dict[str, Any] = {"device": str(flow.device), "dtype": str(flow.model.dtype).removeprefix("torch.")}
@@ -936,7 +974,8 @@ def make_report(flow: ExpertFlow) -> Report:
     seen = flow.foresight.as_dict() if flow.foresight else None
     left, changes = asdict(rt.skipped) | {"share": rt.skipped.share}, [asdict(x) for x in flow.settings.changes.copy()]
     peak, where = measured_peak(flow.device), str(flow.device)
-    return Report(str(flow.path), where, config, plan, memory, peak, count, traffic, seen, left, changes, runs)
+    paths = flow.sight.as_dict() if flow.sight else None
+    return Report(str(flow.path), where, config, plan, memory, peak, count, traffic, seen, paths, left, changes, runs)
 
 def skipped_text(g: Mapping[str, Any]) -> str:
     return (
@@ -965,6 +1004,7 @@ def report_table(r: Report) -> str:
         ]
         lines += [f"skipped    {skipped_text(g)}"] if g["skipped"] or not r.config["strict"] else []
         lines += [prediction_line(r)] if r.prediction else []
+        lines += [forecast_line(r.forecast)] if r.forecast else []
         lines += [f"failed     {g['error']}"] if g["error"] else []
     p, dev = r.plan, r.memory["device"]
     lines += [

@@ -133,6 +133,7 @@ BAD = {
     "tolerance": [(-0.1, "at least 0"), (2, "at most 1"), (math.nan, "a number"), (True, "a number")],
     "prediction_lookahead": [(-1, "at least 0"), (65, "at most 64"), (1.5, "a whole number"), (True, "a whole number")],
     "prediction_model_path": [("", '"gate" or the file'), (7, '"gate" or the file')],
+    "forecast_model_path": [("", '"routing" or the file'), (7, '"routing" or the file')],
     "priority_weights": [({"recency": 0.5}, "sum to 0.5"), ({}, "sum to 0"), ([1, 0, 0], "table"),
                          ({"recency": True}, "a number"),
                          ({"recency": -1, "transfer_cost": 2}, "at least 0"), ({"recency": math.nan}, "a number"),
@@ -157,7 +158,7 @@ def test_every_setting_has_an_impossible_value(): assert set(BAD) == set(KEYS)
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("x", [10**5000, "1" * 5000, "6GB\n" * 100, np.ones((30, 30))], ids=["digits", "ones", "lines", "array"])
 def test_a_message_is_one_short_line_whatever_the_value(key, x):
-    if key in ("model_path", "cold_experts", "prediction_model_path") and isinstance(x, str): return      # any text may be a path
+    if key in ("model_path", "cold_experts", "prediction_model_path", "forecast_model_path") and isinstance(x, str): return      # any text may be a path
     refused(Config.make, {key: x})
 
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from expertflow.checkpoint import Checkpoint
 from expertflow.config import CheckpointError, ConfigError
-from expertflow.flow import find_checkpoint
+from expertflow.flow import ExpertFlow, find_checkpoint
 from expertflow.forecast import PredictedForecast
 from expertflow.paths import HORIZONS, PathPredictor, load_path, probabilities, record, shipped_path
 from expertflow.pathsight import Follower, make_sight, path_file, together
@@ -152,3 +152,47 @@ def test_another_number_of_sequences_is_a_new_text(model, taps):
     one = f.begin(np.array([[5]]), True)
     f.begin(np.array([[5], [6]]), False)
     assert len(f.rows) == 2 and np.array_equal(f.begin(np.array([[5]]), False), one)
+
+
+# in the runtime
+
+def settings(**more): return {"gpu_memory_budget": "40%", "eviction_policy": "forecast", "context": 256, **more}
+
+
+def test_the_forecast_policy_uses_it_and_changes_no_bit():
+    "Equal tokens and logits with the path predictor, with the routing alone and resident; reported; closed with the model."
+    resident = AutoModelForCausalLM.from_pretrained(PATH, dtype="auto", experts_implementation="grouped_mm")
+    ask = dict(max_new_tokens=24, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    want = resident.generate(IDS[:1], attention_mask=torch.ones_like(IDS[:1]), **ask)
+    misses = {}
+    for wanted in (None, "routing"):
+        with ExpertFlow.from_pretrained("tiny-moe", **settings(forecast_model_path=wanted)) as flow:
+            got = flow.model.generate(IDS[:1], attention_mask=torch.ones_like(IDS[:1]), **ask)
+            assert torch.equal(got.sequences, want.sequences)
+            assert all(torch.equal(a, b) for a, b in zip(got.logits, want.logits))
+            report = flow.report()
+            misses[wanted] = report.cache["misses"]
+            if wanted is None:
+                assert report.forecast == {"passes": 24, "problem": ""} and "24 passes" in str(report)
+                assert flow.ledger.held("device", "resident weights") > flow.plan.dense - 1
+                hooks = flow.sight.hooks
+            else: assert report.forecast is None and flow.sight is None
+        if wanted is None: assert not hooks
+    assert misses[None] != misses["routing"]        # it does have a say
+
+
+def test_it_comes_and_goes_with_the_policy():
+    with ExpertFlow.from_pretrained("tiny-moe", **settings(eviction_policy="lru")) as flow:
+        assert flow.sight is None
+        before = flow.plan.dense
+        flow.set(eviction_policy="forecast")
+        assert flow.sight is not None and flow.plan.dense > before
+        list(flow.stream("The sea", max_new_tokens=4))
+        assert flow.sight.passes == 4
+        flow.set(forecast_model_path="routing")
+        assert flow.sight is None and flow.plan.dense == before
+        flow.set(forecast_model_path=None, eviction_policy="lru")
+        assert flow.sight is None
+        other = next(f for f in shipped_path(PATH).parent.glob("*.path.safetensors") if f != shipped_path(PATH))
+        with pytest.raises(CheckpointError): flow.set(eviction_policy="forecast", forecast_model_path=str(other))
+        assert flow.config.eviction_policy == "lru" and flow.sight is None
