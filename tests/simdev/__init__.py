@@ -70,6 +70,8 @@ def available() -> tuple[bool, str]:
     if not sys.platform.startswith("linux"): return False, "the simulated device needs Linux"
     if shutil.which(os.environ.get("CXX", "c++")) is None: return False, "the simulated device needs a C++ compiler (g++)"
     if not _ninja(): return False, "the simulated device needs ninja to be built"
+    import torch
+    if not hasattr(torch.accelerator, "get_memory_info"): return False, "the simulated device needs a newer torch than 2.9"
     header = Path(sysconfig.get_paths()["include"], "Python.h")
     if not header.exists(): return False, "the simulated device needs Python.h to be built"
     return True, ""
