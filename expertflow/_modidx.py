@@ -991,6 +991,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'expertflow.pathsight.make_sight': ('pathsight.html#make_sight', 'expertflow/pathsight.py'),
                                       'expertflow.pathsight.path_bytes': ('pathsight.html#path_bytes', 'expertflow/pathsight.py'),
                                       'expertflow.pathsight.path_file': ('pathsight.html#path_file', 'expertflow/pathsight.py'),
+                                      'expertflow.pathsight.ready_sight': ('pathsight.html#ready_sight', 'expertflow/pathsight.py'),
                                       'expertflow.pathsight.together': ('pathsight.html#together', 'expertflow/pathsight.py')},
             'expertflow.predictor': { 'expertflow.predictor.Correction': ('predictor.html#correction', 'expertflow/predictor.py'),
                                       'expertflow.predictor.GateAhead': ('predictor.html#gateahead', 'expertflow/predictor.py'),

@@ -52,7 +52,7 @@ from .live import Settings
 from .many import BLOCK, Memory, UnfinishedError, answer_all, block_that_fits
 from .mover import AcceleratorExecutor, CpuExecutor, Executor, Link, Slab
 from .paths import HORIZONS
-from .pathsight import PathSight, make_sight, path_bytes, path_file
+from .pathsight import PathSight, path_bytes, path_file, ready_sight
 from .runtime import Runtime, offloaded
 from .taps import find_taps
 from .trace import named_cold
@@ -709,7 +709,7 @@ def see_paths(flow: ExpertFlow, cfg: Config, forecast: PredictedForecast | None)
     file = paths_of(cfg, flow.checkpoint)
     if file is None or forecast is None:
         return None
-    return functools.partial(make_sight, file, flow.model, find_taps(flow.model), forecast, flow.runtime.lock)
+    return ready_sight(file, flow.model, find_taps(flow.model), forecast, flow.runtime.lock)
 
 # %% ../nbs/10b_flow.ipynb #1c9eee24
 @dataclass(frozen=True)

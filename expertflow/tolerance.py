@@ -7,6 +7,7 @@ __all__ = ['Reading', 'read', 'against', 'quality_check']
 
 # %% ../nbs/10d_tolerance.ipynb #b20de87e
 import inspect
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,12 +39,12 @@ def read(flow: ExpertFlow, texts: Sequence[Tensor]) -> Reading:  # token ids [n]
     "Every token but the first of each text, predicted from those before it."
     rt, loss, best = flow.runtime, list[Tensor](), list[Tensor]()
     nbytes, rows, weight, skipped = rt.traffic.bytes_loaded, rt.skipped.rows, rt.skipped.weight, rt.skipped.experts
-    name = "cache" if "cache" in inspect.signature(flow.model.forward).parameters else "past_key_values"  # by version of transformers
+    name = "cache" if "cache" in inspect.signature(flow.model.forward).parameters else "past_key_values"  # transformers' version
     for ids in texts:
         ids, past = ids.to(flow.device), None
         with torch.no_grad(), flow.requests.one():
             flow.requests.admit(1, len(ids), 1)
-            for now, following in zip(ids[:-1], ids[1:], strict=True):
+            for now, following in itertools.pairwise(ids):
                 out = flow.model(now.view(1, 1), use_cache=True, **{name: past})
                 past, scores = cache_of(out), out.logits[0, -1].float().log_softmax(-1)
                 loss.append(-scores[following].cpu())
@@ -74,7 +75,7 @@ def quality_check(
     tolerances: Sequence[float] = (0.05, 0.1, 0.15, 0.2),
     tokens: int = 200,  # of each text
 ) -> list[dict[str, float]]:  # of each tolerance, 0 (strict) first: perplexity, worse, error, agree, bytes_per_token, ...
-    "What each tolerance costs and saves on these texts, with the model's other settings as they are. They are put back at the end."
+    "What each tolerance costs and saves on these texts, the other settings as they are. All are put back at the end."
     ids = [flow.tokenizer(t, return_tensors="pt")["input_ids"][0, :tokens] for t in texts]
     if not ids or min(map(len, ids)) < 2:
         raise ExpertFlowError("texts: at least one, of two tokens or more each")

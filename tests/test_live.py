@@ -16,6 +16,7 @@ from expertflow.cli import main
 from expertflow.config import POLICIES, BudgetError, ConfigError, ExpertFlowError
 from expertflow.evictor import ARC, LRU, Frequency, make_evictor
 from expertflow.flow import ExpertFlow
+from expertflow.forecast import PredictedForecast
 from expertflow.live import FIXED, LIVE
 from expertflow.testing import write_checkpoint, write_tokenizer
 
@@ -128,6 +129,18 @@ def sets_prediction_model_path(flow):
     flow.set(prediction_model_path="gate")
     run(flow)
     assert flow.report().prediction["predictor"] == "gate" and flow.config.lookahead == 2
+
+
+def sets_forecast_model_path(flow):
+    flow.set(forecast_model_path="routing")
+    with ExpertFlow.from_pretrained("tiny-moe", gpu_memory_budget="50%") as tiny:
+        tiny.set(eviction_policy="forecast")
+        run(tiny, 4)
+        assert tiny.report().forecast["passes"] == 4 and tiny.runtime.cache.evictor.trial.policy.forecast is tiny.sight.forecast
+        tiny.set(forecast_model_path="routing")
+        run(tiny, 4)
+        assert tiny.report().forecast is None and tiny.sight is None and not isinstance(
+            tiny.runtime.cache.evictor.trial.policy.forecast, PredictedForecast)  # fmt: skip
 
 
 def sets_strict(flow):

@@ -48,7 +48,7 @@ def test_the_rule(path, seed):
     with load(path, strict=False, tolerance=0.2, preload=False) as flow:
         rt = flow.runtime
         for _ in range(30):
-            n, k, layer, most = rng.choice([1, 1, 2, 5, 40]), rng.randint(1, 4), rng.randrange(3), rng.choice([0.05, 0.2, 0.5, 1.0])
+            n, k, layer, most = rng.choice([1, 1, 2, 5, 40]), rng.randint(1, 4), rng.randrange(3), rng.choice([0.05, 0.2, 1.0])
             index = torch.stack([torch.randperm(8, generator=g)[:k] for _ in range(n)])
             weights = torch.rand(n, k, generator=g) ** rng.choice([1, 4]) + 1e-4
             absent = rng.sample(range(8), rng.randint(0, 8))
@@ -181,7 +181,7 @@ def test_the_same_on_a_device(sim, tmp_path):
 
 def test_quality_is_measured():
     "On a trained model: more tolerance, fewer bytes; a lot of it is worse than chance can explain; settings are put back."
-    text = "The committee met again on Thursday to discuss the budget for the coming year, and nobody was surprised that it was late. "
+    text = "The committee met again on Thursday to discuss the budget for the coming year, and nobody was surprised. "
     with ExpertFlow.from_pretrained("tiny-moe", gpu_memory_budget="25%", tolerance=0.03) as flow:
         rows = quality_check(flow, [text * 3, "def mean(xs):\n    return sum(xs) / len(xs)\n" * 4], (0.1, 0.5), tokens=60)
         assert [r["tolerance"] for r in rows] == [0, 0.1, 0.5]
