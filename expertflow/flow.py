@@ -5,16 +5,17 @@
 # %% auto #0
 __all__ = ['find_checkpoint', 'Room', 'look_around', 'plan_for', 'without_cold', 'staging_bytes', 'heat_of', 'heat_order',
            'preload', 'host_slots', 'make_executor', 'break_stream', 'Clock', 'Generation', 'Watch', 'Requests',
-           'longest', 'prompt_of', 'around_generate', 'Parts', 'Many', 'ExpertFlow', 'load_tokenizer', 'load',
-           'open_books', 'one_line', 'load_model', 'threshold_of', 'warmup_of', 'paths_of', 'evictor_for', 'tolerances',
-           'segment_slots', 'build_runtime', 'with_predictor', 'foresee', 'see_paths', 'Ready', 'adjust', 'make_ready',
-           'room_now', 'put_into_effect', 'move_budget', 'encode', 'stream_text', 'kv_memory', 'encode_all',
-           'stream_texts', 'Report', 'measured_peak', 'prediction_line', 'forecast_line', 'make_report', 'skipped_text',
-           'changed_text', 'report_table']
+           'longest', 'prompt_of', 'around_generate', 'Parts', 'Many', 'ExpertFlow', 'open_dashboard', 'load_tokenizer',
+           'load', 'open_books', 'one_line', 'load_model', 'threshold_of', 'warmup_of', 'paths_of', 'evictor_for',
+           'tolerances', 'segment_slots', 'build_runtime', 'with_predictor', 'foresee', 'see_paths', 'Ready', 'adjust',
+           'make_ready', 'room_now', 'put_into_effect', 'move_budget', 'encode', 'stream_text', 'kv_memory',
+           'encode_all', 'stream_texts', 'Report', 'measured_peak', 'prediction_line', 'forecast_line', 'make_report',
+           'skipped_text', 'changed_text', 'report_table']
 
 # %% ../nbs/10b_flow.ipynb #0a868eb4
 import contextlib
 import functools
+import importlib
 import json
 import os
 import threading
@@ -506,6 +507,19 @@ class ExpertFlow(Many):
         "Another budget: short for `set(gpu_memory_budget=...)`."
         self.set(gpu_memory_budget=gpu_memory_budget)
         return self.plan
+
+    def dashboard(self, **kwargs: Any) -> Any:
+        "A panel for notebooks: prompt, text, the live map, figures, and all settings. `kwargs`: prompt, max_new_tokens."
+        return open_dashboard(self, kwargs)
+
+# %% ../nbs/10b_flow.ipynb #84ac5e99
+def open_dashboard(flow: ExpertFlow, kwargs: dict[str, Any]) -> Any:
+    "The dashboard of a model. ExpertFlowError if there are no widgets."
+    try:
+        leaf = importlib.import_module("expertflow.dashboard")
+    except ImportError as e:
+        raise ExpertFlowError(f"the dashboard needs widgets ({e}): pip install 'expertflow[lab]'") from e
+    return leaf.Dashboard(flow, **kwargs)
 
 # %% ../nbs/10b_flow.ipynb #58e0304d
 def load_tokenizer(path: Path) -> Any:

@@ -14,7 +14,7 @@ const STYLE = `
 .ef-map .ef-detail { min-height: 1.4em; margin: 2px 0; }`;
 
 const PINNED = 32, COLD = 64, EXPECTED = 128;       // marks that come on top of a state
-const LABELS = 26, MOST_HEIGHT = 460;               // CSS pixels: room for the numbers of layers; the squares at most
+const LABELS = 26;                                  // CSS pixels: room for the numbers of layers
 
 function isDark(el) {
   for (let e = el; e; e = e.parentElement) {
@@ -84,7 +84,7 @@ function render({ model, el }) {
     dpr = devicePixelRatio || 1;
     left = Math.round(LABELS * dpr);
     w = Math.max(1, Math.min(Math.round(24 * dpr), Math.floor((root.clientWidth * dpr - left) / E)));
-    h = Math.max(2, Math.min(w, Math.round(18 * dpr), Math.floor(MOST_HEIGHT * dpr / L)));
+    h = Math.max(2, Math.min(w, Math.round(18 * dpr), Math.floor(model.get("height") * dpr / L)));
     canvas.width = left + w * E;
     canvas.height = h * L;
     canvas.style.width = canvas.width / dpr + "px";

@@ -53,7 +53,7 @@ class Board:
         self.events = np.frombuffer(self.raw, np.uint8).reshape(L, E)  # the same bytes
         self.used = [0] * (L * E)  # layer-steps that needed each expert
         self.last = [0] * (L * E)  # number of the last one, 0: none
-        self.named = [0] * L  # needed experts that a prediction had named
+        self.asked, self.named = [0] * L, [0] * L  # needed since somebody predicts; of those, named by a prediction
         self.nobody = np.arange(E) >= np.array(cache.num_experts)[:, None]
         self.viewers: set[int] = set()
         self.readers: tuple[Callable[[int, list[int]], None], ...] = ()  # are told of each layer-step before it is noted
@@ -81,6 +81,7 @@ class Board:
         for e in hits:
             if (slot := slots[e]) != ABSENT and cache.fresh[slot]:
                 row[e] = LATE if cache.loading[slot] else IN_TIME
+        self.asked[layer] += len(hits) + len(misses)
         self.named[layer] += sum(bool(cache.expected[cache.flat(layer, e)]) for e in (*hits, *misses))
 
     def leaves(self, slot: int) -> None:
@@ -305,6 +306,7 @@ class Painted(anywidget.AnyWidget):
     title = T.Unicode().tag(sync=True)
     hovered = T.Int(-1).tag(sync=True)  # flat id, -1: none
     detail = T.Dict({"id": -1, "text": ""}).tag(sync=True)
+    height = T.Int(460).tag(sync=True)  # CSS pixels that the squares have at most
     paused = T.Bool(False).tag(sync=True)
     film = T.Bytes().tag(sync=True)  # pictures to play back, [frames, L, E]; empty: a live map
     passes = T.List(T.Int()).tag(sync=True)  # of each
@@ -333,14 +335,15 @@ class Painted(anywidget.AnyWidget):
 class Following(Painted):
     "Shows what a board says, as long as it is open; or a film."
 
-    def __init__(self, source: Board | Film, expert_bytes: Sequence[int] = (), rate: float = 15.0, title: str = ""):
+    def __init__(self, source: Board | Film, expert_bytes: Sequence[int] = (), rate: float = 15.0, title: str = "",
+                 height: int = 460):  # fmt: skip
         film = source if isinstance(source, Film) else None
         self.source, self.nbytes, self.painter = source, list(expert_bytes), None
         self.board = source.board if isinstance(source, Film) else source
         states = [{"name": x.name, "light": x.light, "dark": x.dark, "mark": x.mark} for x in LOOKS]
         shown = {"film": b"".join(film.frames), "passes": film.passes} if film else {"cells": cells_of(self.board).tobytes()}
         super().__init__(layers=list(self.board.cache.num_experts), look={"states": states, "of": LOOK.tolist()},
-                         title=title or (film.title if film else ""), **shown)  # fmt: skip
+                         title=title or (film.title if film else ""), height=height, **shown)  # fmt: skip
         self.observe(self._tell, ["hovered", "at"])
         if not film:
             self.board.viewers.add(id(self))

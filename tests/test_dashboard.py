@@ -1,0 +1,289 @@
+"The dashboard without a browser: what its controls do to a model that writes, that nothing is left of it, and that errors show."
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from expertflow import ExpertFlow, ExpertFlowError
+from expertflow.config import POLICIES, WEIGHTS
+from expertflow.dashboard import Controls, Dashboard, Speaker, Wishes, decoding, figures, memory_html, shared_out
+from expertflow.map import RESIDENT, WHERE, cells_of
+
+PROMPT = "Once upon a time there was a"
+
+
+@pytest.fixture(scope="module")
+def flow():
+    with ExpertFlow.from_pretrained("tiny-moe", gpu_memory_budget="40%") as flow: yield flow
+
+
+@pytest.fixture
+def panel(flow):
+    panel = flow.dashboard(prompt=PROMPT, max_new_tokens=2000)
+    yield panel
+    panel.close()
+    flow.set(gpu_memory_budget="40%", eviction_policy="priority_based", priority_weights=WEIGHTS, strict=True, strict_layers=(),
+             tolerance=0.0, prediction_lookahead=0, token_block_size=None)
+
+
+def until(true: Callable[[], object], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
+def threads() -> list[str]:
+    ours = tuple(f"expertflow-{x}" for x in ("painter", "panel", "wishes", "speaker", "what", "generate"))
+    return [t.name for t in threading.enumerate() if t.name.startswith(ours)]
+
+
+def writing(panel: Dashboard, tokens: int = 3) -> None:
+    n = len(panel.speaker.meter.ticks) if panel.speaker.running else 0
+    until(lambda: panel.speaker.running and len(panel.speaker.meter.ticks) >= n + tokens)
+
+
+# running and stopping
+
+def test_run_and_stop_by_their_buttons(panel, flow):
+    panel.run.click()
+    writing(panel)
+    until(lambda: panel.run.disabled and not panel.halt.disabled)
+    at = len(panel.speaker.meter.ticks)
+    panel.halt.click()
+    assert panel.speaker.wait(20) and len(panel.speaker.meter.ticks) <= at + 2     # one that came meanwhile, the one under way
+    until(lambda: not panel.run.disabled and panel.halt.disabled)
+    panel.refresh()
+    assert panel.speaker.text.split()[0] in panel.text.value and "ready" in panel.status.value
+    assert f"<b style='font-size:15px'>{len(panel.speaker.meter.ticks)}</b>" in panel.numbers.value
+
+
+def test_the_text_is_the_models(panel, flow):
+    panel.tokens.value = 12
+    panel.run.click()
+    assert panel.speaker.wait()
+    assert panel.speaker.text == flow.generate(PROMPT, max_new_tokens=12, do_sample=False)
+
+
+def test_the_same_figures_as_the_report(flow):
+    s = Speaker(flow)
+    s.run(PROMPT, max_new_tokens=16, do_sample=False)
+    assert s.wait()
+    f, g = figures(s), flow.generations[-1]
+    assert f.tokens == g.new_tokens == 16 and f.bytes_per_token * 16 == pytest.approx(g.bytes_loaded)
+    assert f.cached + f.in_time + f.late == pytest.approx(g.hit_rate) and f.missed == pytest.approx(1 - g.hit_rate)
+    assert f.rate == pytest.approx(1 / g.tpot, rel=0.2) and f.ttft == pytest.approx(g.ttft, rel=0.5, abs=0.05)
+
+
+def test_an_error_shows_and_the_next_run_works(panel, flow, monkeypatch):
+    def broken(*args, **kwargs):
+        raise OSError("the disk is gone")
+    with monkeypatch.context() as m:
+        m.setattr(flow.runtime.store, "read_into", broken)
+        flow.set(gpu_memory_budget="20%")
+        panel.run.click()
+        assert panel.speaker.wait()
+    panel.refresh()
+    assert "the disk is gone" in panel.status.value and "alert" in panel.status.value
+    panel.tokens.value = 5
+    panel.run.click()
+    assert panel.speaker.wait() and not panel.speaker.error and len(panel.speaker.meter.ticks) == 5
+    panel.refresh()
+    assert "ready" in panel.status.value and "gone" not in panel.status.value
+
+
+def test_an_empty_prompt_is_refused_in_words(panel):
+    panel.prompt.value = ""
+    panel.run.click()
+    assert panel.speaker.wait()
+    panel.refresh()
+    assert "must not be empty" in panel.status.value
+
+
+# settings while it writes
+
+def test_every_control_reaches_the_model_while_it_writes(panel, flow):
+    panel.run.click()
+    writing(panel)
+    c, cache = panel.controls.c, flow.runtime.cache
+    moves = {"budget": (20, lambda: cache.n_slots == 52), "policy": ("lru", lambda: type(cache.evictor).__name__ == "LRU"),
+             "threshold": (0.8, lambda: cache.threshold == 0.8), "warmup": (40, lambda: cache.warmup_steps == 40),
+             "prefetch": (True, lambda: flow.foresight is not None),
+             "ahead": (2, lambda: flow.foresight and flow.foresight.lookahead == 2),
+             "strict": (False, lambda: flow.config.strict is False),
+             "strict_layers": ((0, 7), lambda: tuple(flow.config.strict_layers) == (0, 7)),
+             "tolerance": (0.1, lambda: flow.runtime.tolerance == dict.fromkeys(range(1, 7), 0.1))}
+    for name, (value, arrived) in moves.items():
+        assert not arrived(), name
+        c[name].value = value
+        until(arrived)
+        assert panel.speaker.running, f"the run ended before {name}"
+    writing(panel)
+    assert not panel.wishes.error and not panel.speaker.error
+    until(lambda: c["block"].disabled)              # the prompt under way has its memory for blocks of the old size
+    panel.halt.click()
+    assert panel.speaker.wait()
+    until(lambda: not c["block"].disabled)
+    c["block"].value = 32
+    until(lambda: flow.config.token_block_size == 32)
+
+
+def test_weights_always_sum_to_one(panel, flow):
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        name = list(WEIGHTS)[rng.integers(3)]
+        panel.controls.c[name].value = round(float(rng.random()), 2)
+        weights = {k: panel.controls.c[k].value for k in WEIGHTS}
+        assert sum(weights.values()) == pytest.approx(1, abs=1e-9) and min(weights.values()) >= 0
+    until(lambda: not panel.wishes.pending)
+    assert not panel.wishes.error and flow.config.priority_weights == pytest.approx(weights)
+    assert shared_out({"a": 1.0, "b": 0.0, "c": 0.0}, "b") == {"a": 1.0, "b": 0.0, "c": 0.0}
+
+
+def test_what_cannot_be_cannot_be_chosen_and_says_why(panel, flow):
+    c, notes = panel.controls.c, panel.controls.notes
+    assert c["budget"].min * flow.plan.total_experts >= 100 * flow.plan.min_slots > 0
+    assert c["tolerance"].disabled and "strict is on" in notes["tolerance"].value
+    assert c["ahead"].disabled and "prefetching is off" in notes["ahead"].value
+    c["policy"].value = "lru"
+    assert c["recency"].disabled and "priority_based" in notes["recency"].value
+    assert set(c["policy"].options) == set(POLICIES) and c["ahead"].max <= flow.plan.moe_layers - 1
+    for name in c: assert any(ch.isdigit() or ch.isalpha() for ch in notes[name].value)
+    assert "%" in notes["budget"].value and "layers" in notes["ahead"].value and "layer-steps" in notes["warmup"].value
+
+
+def test_a_refused_wish_shows_and_changes_nothing(panel, flow):
+    before = flow.config
+    panel.wishes.want(gpu_memory_budget="900TB")
+    until(lambda: not panel.wishes.pending)
+    panel.refresh()
+    assert "alert" in panel.status.value and "900 TB" in panel.status.value and flow.config == before
+    panel.controls.c["budget"].value = 41
+    until(lambda: not panel.wishes.pending)
+    panel.refresh()
+    assert "alert" not in panel.status.value
+
+
+def test_dragging_makes_few_changes_and_the_last_one_counts():
+    made = []
+    def slow(**changes):
+        time.sleep(0.05)
+        made.append(changes)
+    wishes = Wishes(slow)
+    for i in range(50): wishes.want(x=i)
+    until(lambda: not wishes.pending)
+    wishes.close()
+    assert len(made) <= 3 and made[-1] == {"x": 49} and not wishes.thread.is_alive()
+
+
+# two panels
+
+def test_two_panels_agree_and_do_not_fight(panel, flow):
+    other = flow.dashboard(prompt="Me too", max_new_tokens=20)
+    try:
+        panel.run.click()
+        writing(panel)
+        other.run.click()
+        other.refresh()
+        assert "busy" in other.status.value and not other.speaker.running and panel.speaker.running
+        other.controls.c["budget"].value = 30
+        until(lambda: flow.config.gpu_memory_budget == "30%" and not other.wishes.pending)
+        until(lambda: panel.controls.c["budget"].value == 30)
+        version = flow.settings.version
+        time.sleep(0.6)                             # no echo: neither panel sets again what the other one shows
+        assert flow.settings.version == version and panel.map.board is other.map.board
+        panel.halt.click()
+        assert panel.speaker.wait()
+        other.run.click()
+        assert other.speaker.wait() and other.speaker.text
+    finally: other.close()
+    assert flow.runtime.cache.watcher is panel.map.board
+
+
+# the end
+
+def test_closing_stops_everything(flow):
+    panel = flow.dashboard(prompt=PROMPT, max_new_tokens=2000)
+    for i in (1, 2, 3):
+        panel.tabs.box.selected_index, panel.tabs.drawn = i, 0
+        panel.refresh()
+    panel.run.click()
+    writing(panel)
+    panel.close()
+    panel.close()
+    assert not threads() and flow.runtime.cache.watcher is None and flow.runtime.executor.timeline is None
+    assert flow.generate(PROMPT, max_new_tokens=4, do_sample=False)
+
+
+def test_closed_by_somebody_else(flow):
+    panel = flow.dashboard(prompt=PROMPT, max_new_tokens=2000)
+    panel.run.click()
+    writing(panel)
+    super(Dashboard, panel).close()                 # as Widget.close_all does
+    until(lambda: not threads())
+    assert flow.runtime.cache.watcher is None
+
+
+def test_the_map_shows_what_the_runtime_has(panel, flow):
+    panel.tokens.value = 10
+    panel.run.click()
+    assert panel.speaker.wait()
+    panel.map.paint()
+    cache = flow.runtime.cache
+    assert (panel.map.picture() & WHERE == RESIDENT).sum() == cache.n_slots - len(cache.free) - int(cache.loading.sum())
+    assert np.array_equal(panel.map.picture(), cells_of(panel.map.board))
+
+
+def test_tabs(panel, flow):
+    def show(i: int):
+        panel.tabs.box.selected_index, panel.tabs.drawn = i, 0
+        panel.refresh()
+        return panel.tabs.made[i]
+    what = show(1)
+    what.start()
+    what.thread.join()
+    assert "write something first" in what.words.value
+    assert "off" in show(2).words.value
+    panel.controls.c["prefetch"].value = True
+    until(lambda: flow.foresight is not None)
+    panel.tokens.value = 12
+    panel.run.click()
+    assert panel.speaker.wait() and not panel.speaker.error
+    predictor = show(2)
+    assert len(predictor.charts[0].fig.data[0].y) == flow.foresight.lookahead and max(predictor.charts[1].fig.data[0].y) > 0.3
+    timeline = show(3)
+    assert len(timeline.chart.fig.data[0].y) == 8 and min(timeline.chart.fig.data[0].x) >= 0
+    what.start()
+    what.thread.join()
+    what.refresh()
+    steps, figs = decoding(panel.diary), [c.fig for c in what.charts]
+    assert what.words.value.startswith("simulated") and f"{len(steps.tokens)} tokens" in what.words.value
+    assert all("simulated" in f.layout.title.text for f in figs)
+    assert not any("cloud" in str(f._config).lower() for f in figs)
+    assert [t.name for t in figs[0].data[:2]] == ["MIN", "priority_based"]
+    for fig in figs:
+        assert all(np.all(np.array(fig.data[0].y) >= np.array(t.y) - 1e-9) for t in fig.data[1:] if t.y is not None)
+
+
+def test_memory_adds_up(flow):
+    snapshot = flow.ledger.snapshot()
+    for t in snapshot.values(): assert sum(t["reservations"].values()) + t["free"] == t["capacity"]
+    assert "device" in memory_html(snapshot)
+
+
+def test_without_widgets_it_says_what_to_install(flow, monkeypatch):
+    import sys
+    monkeypatch.delitem(sys.modules, "expertflow.dashboard", raising=False)
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    with pytest.raises(ExpertFlowError, match=r"pip install 'expertflow\[lab\]'"): flow.dashboard()
+
+
+def test_controls_do_not_ask_for_what_they_show(flow):
+    asked = []
+    controls = Controls(flow, lambda **k: asked.append(k))
+    flow.set(gpu_memory_budget="55%", eviction_threshold=0.77)
+    controls.show(flow.settings.now)
+    assert not asked and controls.c["budget"].value == 55 and controls.c["threshold"].value == 0.77
+    flow.set(gpu_memory_budget="40%", eviction_threshold=None)
