@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['COLOURS', 'BUTTONS', 'Meter', 'Marks', 'marks', 'Speaker', 'Figures', 'figures', 'figures_html', 'memory_html',
            'Wishes', 'shared_out', 'Limits', 'limits', 'make_controls', 'labels', 'wanted', 'in_force',
-           'without_effect', 'Controls', 'Token', 'Log', 'decoding', 'Replayed', 'compute_of', 'what_if', 'Chart',
-           'here', 'curves', 'WhatIf', 'Predictor', 'Timeline', 'text_html', 'Panel', 'Tabs', 'Dashboard']
+           'without_effect', 'Controls', 'column', 'Token', 'Log', 'decoding', 'Replayed', 'compute_of', 'what_if',
+           'Chart', 'here', 'curves', 'WhatIf', 'Predictor', 'Timeline', 'text_html', 'Panel', 'Tabs', 'Dashboard']
 
 # %% ../nbs/13a_dashboard.ipynb #d83f7a16
 import html
@@ -164,6 +164,9 @@ def figures_html(f: Figures) -> str:
     boxes = (big.format(value, _MUTED, name) for name, value in cells.items())
     return f"<div style='display:flex;flex-wrap:wrap;gap:2px 16px;line-height:1.25;font-size:11px'>{''.join(boxes)}</div>"
 
+def _note(name: str, more: str) -> str:
+    return f"<div style='line-height:1.2;font-size:11px'>{name} <span style='{_MUTED}'>{more}</span></div>"
+
 def memory_html(snapshot: Mapping[str, Mapping[str, Any]]) -> str:
     "A bar for each tier that has memory at all."
     rows = []
@@ -314,7 +317,7 @@ def without_effect(c: Mapping[str, Any], busy: bool) -> dict[str, str]:
     if c["strict"].value: why |= dict.fromkeys(("strict_layers", "tolerance"), "strict is on: nothing is left out")
     return why
 
-# %% ../nbs/13a_dashboard.ipynb #fc9ee490
+# %% ../nbs/13a_dashboard.ipynb #29912f2f
 class Controls:
     "The controls of a model. `show` after a change of settings, from the painter's thread."
 
@@ -358,17 +361,13 @@ class Controls:
         names = labels(self.flow, self.at)
         for name, w in self.c.items():
             w.disabled = name in why
-            more = f"<span style='{_MUTED}'>{why[name]}</span>" if name in why else ""
-            self.notes[name].value = f"<div style='line-height:1.2;font-size:11px'>{names[name]}<br>{more}</div>"
-        slots = round(self.c["budget"].value * plan.total_experts / 100)
-        size, span = fmt_bytes(plan.fixed + slots * plan.slot_bytes), f"{self.c['budget'].min} to {self.c['budget'].max}"
-        self.notes["budget"].value = (
-            f"<div style='line-height:1.2;font-size:11px'>{names['budget']}, {span} "
-            f"<span style='{_MUTED}'>({slots} of {plan.total_experts}, {size} in all)</span></div>"
-        )
+            self.notes[name].value = _note(names[name], why.get(name, ""))
+        w, slots = self.c["budget"], round(self.c["budget"].value * plan.total_experts / 100)
+        more = f"({slots} of {plan.total_experts}, {fmt_bytes(plan.fixed + slots * plan.slot_bytes)} in all)"
+        self.notes["budget"].value = _note(f"{names['budget']}, {w.min} to {w.max}", more)
 
-    def box(self, *names: str) -> Any:
-        return W.VBox([W.HBox([self.notes[n], self.c[n]]) for n in names])
+def column(controls: Controls, *names: str) -> Any:
+    return W.VBox([W.HBox([controls.notes[n], controls.c[n]]) for n in names])
 
 # %% ../nbs/13a_dashboard.ipynb #dd433e67
 @dataclass
@@ -655,7 +654,7 @@ class Panel(W.VBox):
         role, style = "alert" if bad else "status", f"font-size:11px;line-height:1.3;color:{colour}"
         self.status.value = f"<div role='{role}' style='{style}'>{html.escape(words)}</div>"
 
-# %% ../nbs/13a_dashboard.ipynb #899f9044
+# %% ../nbs/13a_dashboard.ipynb #f569e906
 class Tabs:
     "Controls, and what is only made when it is looked at."
 
@@ -664,8 +663,8 @@ class Tabs:
             1: lambda: WhatIf(flow, log, speaker), 2: lambda: Predictor(flow, board), 3: lambda: Timeline(log)}  # fmt: skip
         self.made: dict[int, Any] = {}
         host = W.HTML(f"<div style='font-size:11px;{_MUTED}'>host budget: {_host(flow)}</div>")
-        left = W.VBox([controls.box("policy", "prediction_prob", "recency", "transfer_cost", "threshold", "warmup"), host])
-        right = controls.box("block", "prefetch", "ahead", "strict", "strict_layers", "tolerance")
+        left = W.VBox([column(controls, "policy", "prediction_prob", "recency", "transfer_cost", "threshold", "warmup"), host])
+        right = column(controls, "block", "prefetch", "ahead", "strict", "strict_layers", "tolerance")
         places = [W.HBox([left, right]), *(W.VBox() for _ in self.make)]
         self.box = W.Tab(places, titles=("Controls", "What if", "Predictor", "Timeline"))
         self.drawn = 0.0
