@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ABSENT', 'PASSES', 'LayerStep', 'Load', 'Evictor', 'Residency', 'check', 'Counters', 'Watcher', 'Books', 'balance',
            'observed', 'spare', 'ExpertCache', 'noted', 'unmoved', 'choose_victims', 'admit', 'loaded', 'failed',
-           'done', 'end', 'reserve', 'resize', 'Successor', 'steal']
+           'done', 'end', 'seize', 'reserve', 'resize', 'Successor', 'steal']
 
 # %% ../nbs/05_cache.ipynb #6f9f66b1
 import bisect
@@ -327,6 +327,26 @@ def end(cache: ExpertCache, step: LayerStep) -> list[int]:
     return gone
 
 # %% ../nbs/05_cache.ipynb #47a07469
+def seize(
+    cache: ExpertCache,
+    layer: int,
+    expert: int,  # absent
+    slot: int,  # free, or of an owner that nobody holds
+) -> Load:
+    "Gives a slot to an expert that may be needed soon. It is loading, not pinned."
+    gone = ABSENT
+    if cache.owner[slot] == ABSENT:
+        cache.free.remove(slot)
+    else:
+        gone = cache.drop(slot)
+        cache.count.evictions += 1
+    cache.loading[slot] = cache.fresh[slot] = True
+    cache.take(layer, expert, slot)
+    cache.count.loads += 1
+    cache.count.prefetched += 1
+    return Load(layer, expert, slot, gone)
+
+# %% ../nbs/05_cache.ipynb #e9556ba8
 def reserve(
     cache: ExpertCache,
     layer: int,
@@ -342,19 +362,8 @@ def reserve(
     if evict > 0:
         worst = choose_victims(cache, cache.evictor, cache.count.steps, cache.n_slots)
         victims = worst[~cache.fresh[worst] & ~cache.expected[cache.owner[worst]]][:evict].tolist()
-    loads: list[Load] = []
-    for e in wanted[: len(cache.free) + len(victims)]:
-        gone = ABSENT
-        slot = cache.free.pop() if cache.free else victims.pop(0)
-        if cache.owner[slot] != ABSENT:
-            gone = cache.drop(slot)
-            cache.count.evictions += 1
-        cache.loading[slot] = cache.fresh[slot] = True
-        cache.take(layer, e, slot)
-        cache.count.loads += 1
-        cache.count.prefetched += 1
-        loads.append(Load(layer, e, slot, gone))
-    return loads
+    wanted = wanted[: len(cache.free) + len(victims)]
+    return [seize(cache, layer, e, cache.free[-1] if cache.free else victims.pop(0)) for e in wanted]
 
 # %% ../nbs/05_cache.ipynb #517c991f
 def resize(cache: ExpertCache, n_slots: int) -> list[int]:

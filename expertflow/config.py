@@ -237,7 +237,7 @@ def _numbers(c: "Config") -> None:
     _number("load_timeout", c.load_timeout, 0, 86400, above=True)
     _number("tolerance", c.tolerance, 0, 1)
     _number("cold_share", c.cold_share, 0, 0.5)
-    if c.prediction_lookahead is not None: _number("prediction_lookahead", c.prediction_lookahead, 0, 64, whole=True)
+    if c.prediction_lookahead not in (None, "auto"): _number("prediction_lookahead", c.prediction_lookahead, 0, 64, whole=True)
 
 # %% ../nbs/00_config.ipynb #18abc903
 def _budget(key: str, x: Any, parse: Callable[[Any], Any] = parse_budget) -> Any:
@@ -277,11 +277,11 @@ class Config:
     token_block_size: int | None = None     # tokens that share one loading of an expert; None: the whole batch
     eviction_policy: str = "priority_based"
     priority_weights: Mapping[str, float] = field(default_factory=WEIGHTS.copy)
-    eviction_threshold: float | None = None # share of the slots filled when eviction starts; None: 0.9 with prefetch, else 1
+    eviction_threshold: float | None = None # share of the slots filled when eviction starts; None: 1, when all are
     warmup_steps: int | None = None         # layer-steps without eviction; None: twice the MoE layers
     prediction_model_path: str | None = None    # a trained one's file, or "gate": routers alone; None: the best there is
     forecast_model_path: str | None = None  # of policy "forecast": a path predictor's file, or "routing"; None: as above
-    prediction_lookahead: int | None = None # MoE layers, 0: off; None: 2 with prediction_model_path, else 0
+    prediction_lookahead: int | str | None = None # MoE layers, "auto": as the link calls for, 0: off; None: auto with a predictor
     strict: bool = True                     # wait for the right expert: output equals the resident model's
     strict_layers: Sequence[int] = ()       # MoE layers (0: the first) that stay strict although strict is False
     tolerance: float = 0.0                  # without strict: share of a token's routing weight that a missing expert may have
@@ -333,7 +333,8 @@ def _check(c: Config) -> None:
     for key, x in tidy.items(): object.__setattr__(c, key, x)      # frozen for others, not for its own making
 
 
-def _lookahead(layers: int | None, path: str | None) -> int: return (2 if path else 0) if layers is None else layers
+def _lookahead(layers: int | str | None, path: str | None) -> int: # at most; "auto": nobody trained one that sees farther than 4
+    return layers if isinstance(layers, int) else 4 if path or layers == "auto" else 0
 
 
 def _as_dict(c: Config) -> dict[str, Any]:

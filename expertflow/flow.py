@@ -54,6 +54,7 @@ from .many import BLOCK, Memory, UnfinishedError, answer_all, block_that_fits
 from .mover import AcceleratorExecutor, CpuExecutor, Executor, Link, Slab
 from .paths import HORIZONS
 from .pathsight import PathSight, path_bytes, path_file, ready_sight
+from .planner import Planner
 from .runtime import Runtime, offloaded
 from .taps import find_taps
 from .trace import named_cold
@@ -645,7 +646,7 @@ def threshold_of(cfg: Config) -> float:
     "The eviction threshold in effect."
     if cfg.eviction_threshold is not None:
         return cfg.eviction_threshold
-    return 0.9 if cfg.lookahead else 1.0
+    return 1.0
 
 def warmup_of(cfg: Config, n_layers: int) -> int:
     "Layer-steps of warm-up, from the first one after loading."
@@ -714,9 +715,16 @@ def foresee(flow: ExpertFlow, cfg: Config, ckpt: Checkpoint) -> Callable[[], For
         return None
     file, taps = predictor_file(cfg.prediction_model_path, ckpt), find_taps(flow.model)
     predictor = make_predictor(file, flow, taps, far)
-    if far > predictor.ahead:
+    auto = not isinstance(cfg.prediction_lookahead, int)
+    if far > predictor.ahead and not auto:
         raise ConfigError(f"prediction_lookahead={far}: this predictor looks 1 to {predictor.ahead} layers ahead")
-    return functools.partial(Foresight, flow.runtime, taps, predictor, far, str(file or "gate"))
+
+    def look() -> Foresight:
+        rt = flow.runtime
+        planner = Planner(rt.cache, sum(x.nbytes for x in rt.layouts) // len(rt.layouts), None if auto else far)
+        return Foresight(rt, taps, predictor, min(far, predictor.ahead), str(file or "gate"), planner=planner)
+
+    return look
 
 def see_paths(flow: ExpertFlow, cfg: Config, forecast: PredictedForecast | None) -> Callable[[], PathSight] | None:
     "What keeps a forecast up to date: call it to set it to work."
@@ -968,7 +976,8 @@ def prediction_line(r: Report) -> str:
     named = f"{p['lookahead']} layers ahead, named {right} of what was needed" if right else "nothing to look ahead to yet"
     kinds = {"in_time": "in time", "late": "late", "wasted": "in vain", "cancelled": "called off"}
     loads = f"{c['prefetched']} prefetched: " + ", ".join(f"{c[k]} {text}" for k, text in kinds.items())
-    return f"prediction {Path(p['predictor']).stem}, {named}; {loads}; {p['seconds'] / seconds:.1%} of the time"
+    guard = f"; {plan['state']}, switched {plan['switched']} times, saved {plan['saved']:.2f} s" if (plan := p["planner"]) else ""
+    return f"prediction {Path(p['predictor']).stem}, {named}; {loads}{guard}; {p['seconds'] / seconds:.1%} of the time"
 
 # %% ../nbs/10b_flow.ipynb #2b59a014
 def forecast_line(f: Mapping[str, Any]) -> str:
@@ -979,7 +988,7 @@ def make_report(flow: ExpertFlow) -> Report:
     rt = flow.runtime
     chosen: dict[str, Any] = {"device": str(flow.device), "dtype": str(flow.model.dtype).removeprefix("torch.")}
     chosen |= {"warmup_steps": rt.cache.warmup_steps, "eviction_threshold": rt.cache.threshold}
-    chosen |= {"prediction_lookahead": flow.config.lookahead}
+    chosen |= {"prediction_lookahead": flow.config.prediction_lookahead if flow.config.lookahead else 0}
     config = flow.config.as_dict() | chosen
     count = asdict(rt.cache.count) | {"slots": rt.cache.n_slots, "resident": rt.cache.n_slots - len(rt.cache.free)}
     plan = flow.plan.as_dict() | {"cold_experts": len(flow.cold)}

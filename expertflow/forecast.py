@@ -8,7 +8,7 @@ __all__ = ['HALF_LIVES', 'GUESS', 'CONSTANT', 'Forecast', 'Summaries', 'Moments'
 
 # %% ../nbs/05a_forecast.ipynb #ecb55bf5
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -161,6 +161,9 @@ class PredictedForecast:
         self.gamma, self.distance = gamma, tuple(distance)
         self.value = np.full((len(num_experts), max(num_experts)), 0.1, np.float32)
         self.after = self.value.copy()  # values once the layer has had its turn
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PredictedForecast":
+        return self  # whoever updates it means everybody who reads it
 
     def update(self, p: np.ndarray) -> None:  # [H, layers, E]
         "Probabilities for the pass about to begin, and later ones."

@@ -21,6 +21,7 @@ from torch import Tensor
 from .card import load_card
 from .checkpoint import Checkpoint
 from .config import CheckpointError, ConfigError
+from .planner import Planner, carry_out
 from .predictor import KIND, LayerAhead, load_predictor, shipped
 from .runtime import Fetched, Runtime
 from .taps import Routing, Tap, Watch, read_routing
@@ -132,7 +133,7 @@ def _close(eyes: "Foresight") -> None:
     "Takes it off the model and the runtime."
     eyes.watch.remove()
     if eyes.runtime.prefetcher is eyes:
-        eyes.runtime.prefetcher = None
+        eyes.runtime.prefetcher, eyes.runtime.executor.timing = None, False
 
 def _begin(eyes: "Foresight") -> None:
     "New sequences begin in this thread: nothing is expected, nothing remembered."
@@ -141,8 +142,23 @@ def _begin(eyes: "Foresight") -> None:
         eyes.predictor.forget()
 
 def _as_dict(eyes: "Foresight") -> dict[str, Any]:
-    "For reports: who looks ahead, how far, and how often it was right."
-    return {"predictor": eyes.name or type(eyes.predictor).__name__, "lookahead": eyes.lookahead} | eyes.tally.as_dict()
+    "For reports: who looks ahead, how far, how often it was right, and what is made of it."
+    who = {"predictor": eyes.name or type(eyes.predictor).__name__, "lookahead": eyes.lookahead}
+    return who | eyes.tally.as_dict() | {"planner": eyes.planner.as_dict() if eyes.planner else None}
+
+def _settle(eyes: "Foresight", layer: int, experts: Sequence[int]) -> None:
+    "What was expected of this layer has come true, or not."
+    for distance, named in eyes.own.__dict__.setdefault("expected", {}).pop(layer, {}).items() if experts else ():
+        eyes.tally.add(distance, named, experts)
+
+def _expect(eyes: "Foresight", layer: int, need: np.ndarray) -> list[tuple[int, list[int]]]:
+    "The experts of later layers that are likelier needed than not, noted down."
+    rows = worth_loading(need, eyes.ratio)
+    answers = [(layer + d, row) for d, row in enumerate(rows, 1) if layer + d < len(eyes.runtime.layouts)]
+    for to, row in answers:
+        eyes.own.expected.setdefault(to, {})[to - layer] = row
+    eyes.tally.steps += 1
+    return answers
 
 # %% ../nbs/10a_foresight.ipynb #206561f1
 class Foresight:
@@ -156,7 +172,10 @@ class Foresight:
         lookahead: int | None = None,  # MoE layers; default: as far as the predictor sees
         name: str = "",  # of the predictor, for reports
         ratio: float = MISSED_TO_WASTED,
+        planner: Planner | None = None,  # decides what is loaded; None: whatever is likelier needed than not
     ):
+        self.planner, runtime.executor.timing = planner, planner is not None
+        self.predicting = 0.0  # s that only a predictor costs
         self.lookahead = predictor.ahead if lookahead is None else lookahead
         if not 1 <= self.lookahead <= predictor.ahead:
             raise ConfigError(f"prediction_lookahead={self.lookahead}: this predictor looks 1 to {predictor.ahead} layers ahead")
@@ -166,27 +185,27 @@ class Foresight:
         runtime.prefetcher = self
 
     def routed(self, layer: int, residual: Tensor, output: Any) -> None:  # a router has chosen
+        if self.planner is not None and self.planner.asleep:
+            return
         start = time.perf_counter()
         if layer == 0:
             self.own.expected = {}
         with torch.no_grad():
             need = needed(self.predictor(layer, residual, read_routing(output))[:, : self.lookahead].float())
             self.own.latest = layer, need if need.device.type == "cpu" else Fetched(need)
-        self.tally.seconds += time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self.tally.seconds += seconds
+        self.predicting += seconds * (not self.runtime.on_device)  # there all time counts anyway
 
     def __call__(self, layer: int, experts: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
-        start, own = time.perf_counter(), self.own.__dict__
-        at, need = own.pop("latest", (None, None))
-        expected = own.setdefault("expected", {})
-        for distance, named in expected.pop(layer, {}).items() if experts else ():
-            self.tally.add(distance, named, experts)
-        answers: list[tuple[int, list[int]]] = []
-        if at == layer and (isinstance(need, Tensor) or need.there()):
-            rows = worth_loading((need if isinstance(need, Tensor) else need.host).numpy(), self.ratio)
-            answers = [(layer + d, row) for d, row in enumerate(rows, 1) if layer + d < len(self.runtime.layouts)]
-            for to, row in answers:
-                expected.setdefault(to, {})[to - layer] = row
-            self.tally.steps += 1
+        start, (at, need) = time.perf_counter(), self.own.__dict__.pop("latest", (None, None))
+        _settle(self, layer, experts)
+        there = at == layer and (isinstance(need, Tensor) or need.there())
+        rows = (need if isinstance(need, Tensor) else need.host).numpy() if there else None
+        answers = _expect(self, layer, rows) if rows is not None else []
+        if self.planner is not None:
+            carry_out(self.planner, self.runtime, layer, experts, rows, self.predicting)
+            answers = []
         self.tally.seconds += time.perf_counter() - start
         return iter(answers)
 

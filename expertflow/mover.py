@@ -329,6 +329,9 @@ class Executor(Protocol):
     moved: "Moved"
     timeline: list[tuple[str, int, int, float, float]] | None  # (read | copy, layer, expert, start, end), perf_counter seconds
     paced: bool  # the link is slowed down: what is measured is not this machine's
+    busy: float  # seconds of reading and copying so far, as far as they were timed
+    carried: int  # bytes that went all the way in that time
+    timing: bool  # time every copy, also where that means to wait for its end
 
     def begin(self) -> None: ...
     def start(self, load: Load, urgent: bool = True) -> None: ...
@@ -430,13 +433,23 @@ class Moves(Orders):
         self.store, self.slab, self.link, self.chunk_bytes = store, slab, link, max(1, chunk_bytes)
         self.paced = link is not None
         self.halfway: Move | None = None  # a prefetch of which some chunks have been moved
+        self.busy, self.carried = 0.0, 0  # seconds of reading and copying, as far as they were timed; bytes that went all the way
+        self.timing = False  # time every copy, also where that means to wait for its end
+        self.n_readers, self.read_is_all = 1, False  # nothing is left to do once an expert is read
         self.nbytes = [store.layout[name].nbytes for name in store.layers]  # of an expert of each layer
 
     def read(self, move: Move, buf: memoryview) -> None:
         start = time.perf_counter()
         n = self.store.read_into(move.load.layer, move.load.expert, buf)
-        self.note("read", move.load, start, time.perf_counter())
+        end = time.perf_counter()
+        self.note("read", move.load, start, end)
         self.count(bytes_read=n)
+        self.spent((end - start) / self.n_readers, n if self.read_is_all else 0)
+
+    def spent(self, seconds: float, nbytes: int) -> None:
+        with self._counting:
+            self.busy += seconds
+            self.carried += nbytes
 
     def piece(self, move: Move) -> tuple[int, bool]:
         "Bytes to be moved next, and whether they are a chunk of a prefetch: if somebody waits, all that is left."
@@ -474,7 +487,9 @@ class Crossing(Moves):
         (n, _), start = self.piece(move), time.perf_counter()
         with self.link.carry(n) if self.link else nullcontext():
             move.at += n
-        self.note("copy", move.load, start, time.perf_counter())
+        end = time.perf_counter()
+        self.note("copy", move.load, start, end)
+        self.spent(end - start, n)
         if move.at < self.nbytes[move.load.layer]:
             return self._cross
         self.finish(move)
@@ -494,7 +509,7 @@ class CpuExecutor(Crossing):
         chunk_bytes: int = 2**22,  # of a prefetch on the link
     ):
         super().__init__(store, slab, timeout, link, chunk_bytes)
-        self.readers = Workers(n_threads)
+        self.readers, self.n_readers, self.read_is_all = Workers(n_threads), n_threads, link is None
         self.queues = [self.readers] + ([Workers(1, "expertflow-link")] if link else [])
 
     def begin(self) -> None:
@@ -748,8 +763,9 @@ class Pieces(Moves):
             begun, ended = self.copies.copy(
                 self.host.rows[row], slot, move.at, n, pinned=row < self.host.n_pinned, last=last, timed=timed and not self.paced
             )
-            if chunk or self.paced:
+            if chunk or self.paced or self.timing:
                 ended.synchronize()
+                self.spent(time.perf_counter() - start, n)
         move.at += n
         if self.paced:
             self.note("copy", move.load, start, time.perf_counter())
@@ -831,7 +847,7 @@ class AcceleratorExecutor(Tiers):
         chunk_bytes: int = 2**22,  # of a prefetch: the most that a demand load waits for
     ):
         super().__init__(store, slab, timeout, link, chunk_bytes)
-        self.host, self.copies = HostTier(store, host_slots, n_threads), Copies(slab)
+        self.host, self.copies, self.n_readers = HostTier(store, host_slots, n_threads), Copies(slab), n_threads
         self.begin, self.used, self.resized = self.copies.begin, self.copies.used, self.copies.resized
         self.readers, self.copiers = Workers(n_threads, room=self.host.room), Workers(2, "expertflow-copy")
         self.queues = [self.readers, self.copiers]

@@ -6,8 +6,8 @@
 __all__ = ['Batches', 'Views', 'Prefetcher', 'T', 'BuildRuntime', 'Step', 'waves', 'project', 'expert_rows', 'grouped_forward',
            'one_row', 'Stand', 'stand_in', 'slot_rows', 'Fetched', 'Whole', 'all_resident', 'HostCost',
            'cheaper_on_host', 'ByHost', 'by_host', 'measure_cost', 'ExpertParam', 'InOrder', 'eager_forward', 'repair',
-           'Traffic', 'Skipped', 'Tables', 'Starts', 'Loads', 'Guesses', 'Between', 'Room', 'Steps', 'Runtime',
-           'ForwardOnly', 'leave_out', 'without', 'compute', 'expertflow_experts', 'strip', 'attach', 'lost',
+           'Traffic', 'Skipped', 'Tables', 'Starts', 'Loads', 'Driven', 'Guesses', 'Between', 'Room', 'Steps',
+           'Runtime', 'ForwardOnly', 'leave_out', 'without', 'compute', 'expertflow_experts', 'strip', 'attach', 'lost',
            'own_memory', 'offloaded']
 
 # %% ../nbs/10_runtime.ipynb #94816234
@@ -31,10 +31,28 @@ from torch.nn.functional import linear
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from .cache import ABSENT, ExpertCache, LayerStep, Load, admit, done, end, failed, loaded, noted, reserve, resize, steal, unmoved
+from expertflow.cache import (
+    ABSENT,
+    ExpertCache,
+    LayerStep,
+    Load,
+    admit,
+    done,
+    end,
+    failed,
+    loaded,
+    noted,
+    reserve,
+    resize,
+    seize,
+    steal,
+    unmoved,
+)
+
 from .checkpoint import Checkpoint, ExpertStore, SlotLayout
 from .config import CheckpointError, ExpertFlowError
 from .mover import Executor, Slab, huge_pages
+from .planner import Measured
 
 # %% ../nbs/10_runtime.ipynb #3dee3cd2
 class Step:
@@ -557,10 +575,37 @@ class Loads(Starts):
             else:
                 self.landed(load)
 
+# %% ../nbs/10_runtime.ipynb #6f30aa93
+class Driven(Loads):
+    "The part of the runtime that carries out the plans of a planner."
+
+    def prefetch_into(self, slot: int, layer: int, expert: int) -> None:
+        "Starts loading an expert that may be needed into a slot that is free, or whose owner goes. Called from a prefetcher."
+        self.start(seize(self.cache, layer, expert, slot), urgent=False)
+
+    def measured(self) -> Measured:
+        "What prefetching is planned by. Waiting is seen on the CPU; on an accelerator, which waits by itself, all time counts."
+        now = time.perf_counter()
+        return Measured(now, now if self.on_device else self.traffic.stall, self.executor.busy, self.executor.carried)
+
+    def withdraw(self, n: int) -> int:
+        "Takes back up to `n` prefetches that have not begun; how many slots are free for it."
+        return self.call_off((self.cache.loading & (self.cache.pins == 0)).nonzero()[0].tolist(), n)
+
+    def call_off(self, slots: Iterable[int], most: int = 1 << 30) -> int:
+        "Takes back the loads into these slots, but for those that have begun; how many."
+        taken = 0
+        for slot in slots:
+            if taken < most and self.executor.cancel(slot):
+                self.cache.call_off(slot)
+                failed(self.cache, Load(*divmod(int(self.cache.owner[slot]), self.cache.E), slot))
+                taken += 1
+        return taken
+
 # %% ../nbs/10_runtime.ipynb #85e7adea
 Prefetcher = Callable[[int, Sequence[int]], Iterable[tuple[int, Sequence[int]]]]  # layer, its experts -> (layer, experts) to come
 
-class Guesses(Loads):
+class Guesses(Driven):
     "The part of the runtime that loads what may be needed."
     prefetcher: Prefetcher | None = None
 
@@ -595,16 +640,6 @@ class Guesses(Loads):
         for e in hits:
             if self.cache.loading[row[e]]:
                 self.executor.promote(row[e])
-
-    def withdraw(self, n: int) -> int:
-        "Takes back up to `n` prefetches that have not begun; how many slots are free for it."
-        taken = 0
-        for slot in (self.cache.loading & (self.cache.pins == 0)).nonzero()[0].tolist():
-            if taken < n and self.executor.cancel(slot):
-                self.cache.call_off(slot)
-                failed(self.cache, Load(*divmod(int(self.cache.owner[slot]), self.cache.E), slot))
-                taken += 1
-        return taken
 
 # %% ../nbs/10_runtime.ipynb #19dba283
 T = TypeVar("T")

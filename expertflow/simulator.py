@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 from tqdm.auto import tqdm
 
-from .cache import ABSENT, Evictor, ExpertCache, LayerStep, Load, Watcher, admit, done, end, failed, loaded, reserve
+from .cache import ABSENT, Evictor, ExpertCache, LayerStep, Load, Watcher, admit, done, end, failed, loaded, reserve, seize
 from .config import ConfigError, fmt_bytes, parse_bytes
 from .evictor import make_evictor
+from .planner import Measured
 from .trace import Trace
 from .yardsticks import LayerSteps, Yardsticks, byte_bound, layer_steps, overlap_bound, yardsticks
 
@@ -85,6 +86,7 @@ class Bus:
 
     def __init__(self, link: Link):
         self.link, self.free, self.busy = link, 0.0, 0.0  # when the piece under way ends; seconds of copying so far
+        self.carried = 0  # bytes in that time
         self.jobs: list[Copy] = []  # oldest first
 
     def put(self, job: Copy, now: float) -> None:
@@ -98,6 +100,7 @@ class Bus:
         n = job.nbytes - job.at if job.urgent else min(job.nbytes - job.at, self.link.chunk)
         seconds = self.link.seconds(n)
         job.at += n
+        self.carried += n
         self.free += seconds
         self.busy += seconds
         if job.at >= job.nbytes:
@@ -167,7 +170,11 @@ class Filling(Slots):
 
     def withdraw(self, n: int) -> int:
         "Takes back up to `n` prefetches that have not begun; how many."
-        idle = [s for s in sorted(self.copies) if not self.copies[s].at and not self.cache.pins[s]][:n]
+        return self.call_off([s for s in sorted(self.copies) if not self.copies[s].at and not self.cache.pins[s]][:n])
+
+    def call_off(self, slots: Iterable[int]) -> int:
+        "Takes back the loads into these slots, but for those that have begun; how many."
+        idle = [s for s in slots if s in self.copies and not self.copies[s].at]
         for slot in idle:
             self.clock.bus.jobs.remove(self.copies.pop(slot))
             self.cache.call_off(slot)
@@ -187,6 +194,12 @@ class Filling(Slots):
     def prefetch(self, layer: int, experts: Sequence[int]) -> None:
         for x in reserve(self.cache, layer, experts, evict=len(experts)):
             self.start(x, urgent=False)
+
+    def prefetch_into(self, slot: int, layer: int, expert: int) -> None:
+        self.start(seize(self.cache, layer, expert, slot), urgent=False)
+
+    def measured(self) -> Measured:
+        return Measured(self.clock.now, self.clock.stall, self.clock.bus.busy, self.clock.bus.carried)
 
     def begin(self, layer: int, experts: list[int]) -> tuple[LayerStep, int]:
         "The step, its misses on their way; and how many of its experts had to come."
@@ -382,7 +395,7 @@ class Replay(Caches):
     def begin_clock(self) -> tuple[int, int]:  # bytes moved and loads made before
         before = self.clock.moved, self.total("loads")
         self.clock.now = self.clock.stall = self.clock.bus.free = self.clock.bus.busy = 0.0
-        self.clock.moved = self.clock.useful = 0
+        self.clock.moved = self.clock.useful = self.clock.bus.carried = 0
         return before
 
     def look_ahead(self, prefetcher: Prefetcher, layer: int, experts: list[int]) -> None:
@@ -443,7 +456,7 @@ def simulate(
     if watch is not None:
         run.caches[0].cache.watcher = watch(run.caches[0].cache)
     yard = judged(run, steps) if judge else None
-    getattr(prefetcher, "restart", lambda: None)()
+    _begin_prefetching(prefetcher, run, nbytes)
     start = run.begin_clock()
     resident = _replay(run, steps, compute, prefetcher, samples, progress)
     name = policy if isinstance(policy, str) else type(run.caches[0].cache.evictor).__name__
@@ -453,6 +466,13 @@ def simulate(
     return r
 
 # %% ../nbs/09_simulator.ipynb #402e4d0f
+def _begin_prefetching(prefetcher: Any, run: Caches, nbytes: Sequence[int]) -> None:
+    getattr(prefetcher, "restart", lambda: None)()
+    if (attach := getattr(prefetcher, "attach", None)) is not None:  # it has a planner
+        if len(run.caches) > 1:
+            raise ConfigError("per_layer=True: a planner plans for one cache that all layers share")
+        attach(run.caches[0], sum(nbytes) // len(nbytes))
+
 def _replay(
     run: Replay, steps: LayerSteps, compute: Compute, prefetcher: Prefetcher | None, samples: int, progress: bool
 ) -> np.ndarray:

@@ -184,9 +184,9 @@ def test_settings_of_prediction(tmp_path):
     with ExpertFlow.from_pretrained("tiny-moe", **settings()) as flow:
         assert flow.foresight is None and flow.runtime.prefetcher is None and flow.report().prediction is None
         want, dense = flow.generate(**text), flow.plan.dense
-    for kw, far in (({"prediction_model_path": "gate"}, 2), ({"prediction_lookahead": 1}, 1),
+    for kw, far in (({"prediction_model_path": "gate"}, 4), ({"prediction_lookahead": 1}, 1),
                     ({"prediction_model_path": "gate", "prediction_lookahead": 3}, 3)):  # fmt: skip
-        with ExpertFlow.from_pretrained("tiny-moe", **settings(**kw)) as flow:
+        with ExpertFlow.from_pretrained("tiny-moe", **settings(paced_link="20MB/s", **kw)) as flow:
             assert flow.foresight.lookahead == far and flow.plan.dense > dense
             assert flow.generate(**text) == want
             report = flow.report()
