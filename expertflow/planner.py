@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['RESERVE', 'ENTRY', 'REST', 'WASTE', 'MARGIN', 'Look', 'Measured', 'Plan', 'Mean', 'Pace', 'lookahead', 'twin',
-           'Ghost', 'StepCost', 'Guard', 'Usage', 'worth', 'Bar', 'Turn', 'Books', 'Planner', 'Driver', 'carry_out',
-           'Planned']
+           'Ghost', 'StepCost', 'Guard', 'Usage', 'worth', 'Bar', 'Turn', 'Books', 'Risk', 'Planner', 'Driver',
+           'carry_out', 'Planned']
 
 # %% ../nbs/08_planner.ipynb #2206bff2
 import copy
@@ -294,6 +294,25 @@ class Books:
 
     lost = _lost
 
+# %% ../nbs/08_planner.ipynb #42a55e15
+class Risk(Books):
+    "What may be risked."
+
+    @property
+    def asleep(self) -> bool:
+        "Nobody needs to predict anything."
+        return not self.guard.on and self.guard.slack < float("inf")
+
+    def room(self) -> int:
+        "How many prefetches may be started."
+        lacking = self.ghost.lacking() if self.ghost else 0
+        room = self.guard.room(lacking) if self.guard.slack < float("inf") else self.cache.n_slots
+        if not self.asleep:
+            self.ghost = self.ghost or Ghost(self.cache)
+        elif not lacking and not len(self.flying()):
+            self.ghost = None
+        return room
+
 # %% ../nbs/08_planner.ipynb #2b1056fe
 MARGIN = 0.1  # by which a candidate has to be likelier than the owner of its slot
 
@@ -332,7 +351,7 @@ def _useless(p: "Planner", layer: int, need: np.ndarray | None) -> list[int]:  #
     return slots[gone].tolist()
 
 # %% ../nbs/08_planner.ipynb #ab6ac3ca
-class Planner(Books):
+class Planner(Risk):
     "Says at every layer-step what to prefetch and what to call off."
 
     def __init__(
@@ -344,11 +363,6 @@ class Planner(Books):
     ):
         super().__init__(cache, nbytes, slack)
         self.ahead = ahead
-
-    @property
-    def asleep(self) -> bool:
-        "Nobody needs to predict anything."
-        return not self.guard.on and self.guard.slack < float("inf")
 
     def far(self, reach: int) -> int:
         "How many of `reach` layers it looks at."
@@ -364,16 +378,6 @@ class Planner(Books):
         if start and self.last:
             self.last.alone = False
         return Plan(start, self.useless(layer, need))
-
-    def room(self) -> int:
-        "How many prefetches may be started."
-        lacking = self.ghost.lacking() if self.ghost else 0
-        room = self.guard.room(lacking) if self.guard.slack < float("inf") else self.cache.n_slots
-        if not self.asleep:
-            self.ghost = self.ghost or Ghost(self.cache)
-        elif not lacking and not len(self.flying()):
-            self.ghost = None
-        return room
 
     def candidates(self, layer: int, need: np.ndarray) -> list[tuple[float, int, int]]:  # probability, layer, expert
         cache, window, queue, out = self.cache, self.pace.window, len(self.flying()), list[tuple[float, int, int]]()
