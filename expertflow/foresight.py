@@ -174,8 +174,7 @@ class Foresight:
         ratio: float = MISSED_TO_WASTED,
         planner: Planner | None = None,  # decides what is loaded; None: whatever is likelier needed than not
     ):
-        self.planner, runtime.executor.timing = planner, planner is not None
-        self.predicting = 0.0  # s that only a predictor costs
+        self.planner, runtime.executor.timing, self.predicting = planner, planner is not None, 0.0  # s
         self.lookahead = predictor.ahead if lookahead is None else lookahead
         if not 1 <= self.lookahead <= predictor.ahead:
             raise ConfigError(f"prediction_lookahead={self.lookahead}: this predictor looks 1 to {predictor.ahead} layers ahead")
