@@ -6,7 +6,8 @@
 __all__ = ['COLOURS', 'BUTTONS', 'Meter', 'Marks', 'marks', 'Speaker', 'Figures', 'figures', 'figures_html', 'memory_html',
            'Wishes', 'shared_out', 'Limits', 'limits', 'make_controls', 'labels', 'wanted', 'in_force',
            'without_effect', 'Controls', 'column', 'Token', 'Log', 'decoding', 'Replayed', 'compute_of', 'what_if',
-           'Chart', 'here', 'curves', 'WhatIf', 'Predictor', 'Timeline', 'text_html', 'Panel', 'Tabs', 'Dashboard']
+           'Chart', 'here', 'curves', 'WhatIf', 'replay', 'Predictor', 'Timeline', 'text_html', 'Panel', 'Tabs',
+           'Connected', 'leave', 'Dashboard']
 
 # %% ../nbs/13a_dashboard.ipynb #d83f7a16
 import html
@@ -533,26 +534,9 @@ class WhatIf:
 
     def _run(self) -> None:
         try:
-            self._replay()
+            replay(self)
         except Exception as e:  # nobody would see it in a thread
             self.words.value = html.escape(f"{type(e).__name__}: {e}")
-
-    def _replay(self) -> None:
-        steps, seconds, flow = decoding(self.log), compute_of(self.speaker), self.flow
-        if steps is None or seconds is None:
-            self.words.value = "write something first, and let it end: what is replayed is this session's own routing"
-            return
-        rate = self.log.token.rate if self.log.token else None
-        link = LINKS[self.link.value] if self.link.value in LINKS else Link("as measured here", rate or 1e9)
-        policies = list(dict.fromkeys([flow.config.eviction_policy, "lru", "priority_based", "forecast"]))[:4]
-        self.words.value, points = "replaying ...", list[Replayed]()
-        for p in what_if(flow, steps, link, seconds, policies):
-            if self.over.is_set(): return
-            points.append(p)
-            if p.policy == policies[-1]: self.points = list(points)  # the painter draws
-        speed = f"link {fmt_bytes(int(link.bytes_per_second))}/s" if link.bytes_per_second < 1e12 else "instant link"
-        each = f"{1e3 * seconds:.1f} ms of computing each"
-        self.words.value = f"simulated: {len(steps.tokens)} tokens of this session, {each}, {speed}"
 
     def refresh(self) -> None:
         plan, busy = self.flow.plan, self.speaker.running
@@ -567,6 +551,25 @@ class WhatIf:
     def close(self) -> None:
         self.over.set()
         if self.thread is not None: self.thread.join(10)
+
+# %% ../nbs/13a_dashboard.ipynb #53dd429a
+def replay(tab: WhatIf) -> None:
+    "Collects the points of the curves, one budget after the other."
+    flow, steps, seconds = tab.flow, decoding(tab.log), compute_of(tab.speaker)
+    if steps is None or seconds is None:
+        tab.words.value = "write something first, and let it end: what is replayed is this session's own routing"
+        return
+    rate = tab.log.token.rate if tab.log.token else None
+    link = LINKS[tab.link.value] if tab.link.value in LINKS else Link("as measured here", rate or 1e9)
+    policies = list(dict.fromkeys([flow.config.eviction_policy, "lru", "priority_based", "forecast"]))[:4]
+    tab.words.value, points = "replaying ...", list[Replayed]()
+    for p in what_if(flow, steps, link, seconds, policies):
+        if tab.over.is_set(): return
+        points.append(p)
+        if p.policy == policies[-1]: tab.points = list(points)
+    speed = f"link {fmt_bytes(int(link.bytes_per_second))}/s" if link.bytes_per_second < 1e12 else "instant link"
+    each = f"{1e3 * seconds:.1f} ms of computing each"
+    tab.words.value = f"simulated: {len(steps.tokens)} tokens of this session, {each}, {speed}"
 
 # %% ../nbs/13a_dashboard.ipynb #cbbe64c8
 class Predictor:
@@ -687,8 +690,8 @@ def _host(flow: ExpertFlow) -> str:
     return f"{fmt_bytes(flow.host_slots * flow.plan.slot_bytes)}, fixed: {FIXED['cpu_memory_budget']}"
 
 # %% ../nbs/13a_dashboard.ipynb #3f3124c2
-class Dashboard(Panel):
-    "A panel for a loaded model: prompt, text, map, figures, controls. `close` it, and nothing of it is left."
+class Connected(Panel):
+    "A panel that belongs to a model."
 
     def __init__(self, flow: ExpertFlow, prompt: str = "Why is the sky blue?", max_new_tokens: int = 200):
         super().__init__(flow, prompt, max_new_tokens)
@@ -715,7 +718,9 @@ class Dashboard(Panel):
 
     def refresh(self) -> bool:
         "Brings the panel up to date. False: it has been closed."
-        if self.comm is None: return self._leave()
+        if self.comm is None:
+            leave(self)
+            return False
         s, running = self.speaker, self.speaker.running
         self.run.disabled, self.halt.disabled = running, not running
         self.text.value = text_html(s.text, 180)
@@ -725,27 +730,28 @@ class Dashboard(Panel):
         if (changed or busy != self.controls.busy) and not self.wishes.pending:
             self.controls.busy = busy
             self.controls.show(self.flow.settings.now)
-        if bad := self.wishes.error or self.told or s.error:
-            self.say(bad, bad=True)
-        else:
-            self.say(f"{self.flow.path.name} on {self.flow.device}: " + ("writing" if running else "ready"))
+        bad = self.wishes.error or self.told or s.error
+        self.say(bad or f"{self.flow.path.name} on {self.flow.device}: " + ("writing" if running else "ready"), bool(bad))
         self.tabs.refresh()
         return True
 
-    def _leave(self) -> bool:
-        "Ends everything that runs for the panel."
-        board = self.map.board
-        self.speaker.stop()
-        self.wishes.close()
-        self.tabs.close()
-        self.diary.stop()
-        board.readers = tuple(r for r in board.readers if r is not self.diary)
-        self.map.close()
-        return False
+# %% ../nbs/13a_dashboard.ipynb #f793e193
+def leave(panel: Connected) -> None:
+    "Ends everything that runs for the panel."
+    board = panel.map.board
+    panel.speaker.stop()
+    panel.wishes.close()
+    panel.tabs.close()
+    panel.diary.stop()
+    board.readers = tuple(r for r in board.readers if r is not panel.diary)
+    panel.map.close()
+
+class Dashboard(Connected):
+    "A panel for a loaded model: prompt, text, map, figures, controls. `close` it, and nothing of it is left."
 
     def close(self) -> None:
         self.painter.stop()
-        self._leave()
+        leave(self)
         self.speaker.wait()
         super().close()
 
