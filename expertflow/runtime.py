@@ -276,7 +276,7 @@ class Whole:
     on_device: bool
     lock: threading.RLock
     note_uses = True
-    rescale = True  # what is left of a row's weights, if an expert is left out
+    rescale = False  # scale up what is left of a row's weights, if an expert is left out (to measure what that is worth)
     host_compute = "never"  # never | auto | always: misses in the host tier
     host_cost: "HostCost | None" = None
 
@@ -842,7 +842,7 @@ def leave_out(rt: Runtime, layer: int, index: Tensor, weights: Tensor) -> tuple[
     out, heaviest = out.to(index.device), heaviest.to(index.device)
     return torch.where(out, index.gather(1, heaviest), index), without(weights, out, rt.rescale)
 
-def without(weights: Tensor, out: Tensor, rescale: bool = True) -> Tensor:  # [N, K]
+def without(weights: Tensor, out: Tensor, rescale: bool = False) -> Tensor:  # [N, K]
     "Weights with some set to 0; with `rescale` each row keeps its sum."
     kept = weights.masked_fill(out, 0)
     return kept * (weights.sum(-1, keepdim=True) / kept.sum(-1, keepdim=True)) if rescale else kept
