@@ -16,7 +16,8 @@ SHARED = Path(os.environ.get("EXPERTFLOW_SHARED") or Path(__file__).resolve().pa
 TEXTS = ("prose/state_union.txt.xz", "code/python_stdlib.txt.xz", "math/gsm8k_train.txt.xz")
 AT = 200_000  # where in each text, in characters
 TOKENS = {"tiny-moe": 150, "smollm2-moe": 50}  # of each
-GRID = {"tiny-moe": (("50%", (0.05, 0.1, 0.15, 0.2, 0.3)), ("25%", (0.1, 0.2))), "smollm2-moe": (("50%", (0.1, 0.12, 0.13, 0.15)),)}
+GRID = {"tiny-moe": (("50%", (0.05, 0.1, 0.15, 0.2, 0.3)), ("25%", (0.1, 0.2))),
+        "smollm2-moe": (("50%", (0.1, 0.12, 0.13, 0.15)),)}
 
 
 def texts(flow, tokens):

@@ -128,7 +128,7 @@ def sets_prediction_lookahead(flow):
 def sets_prediction_model_path(flow):
     flow.set(prediction_model_path="gate")
     run(flow)
-    assert flow.report().prediction["predictor"] == "gate" and flow.config.lookahead == 2
+    assert flow.report().prediction["predictor"] == "gate" and flow.foresight is flow.runtime.prefetcher
 
 
 def sets_forecast_model_path(flow):
@@ -416,7 +416,7 @@ STRICT = {
     "priority_weights": [{"recency": 1.0}, {"prediction_prob": 0.5, "transfer_cost": 0.5}],
     "eviction_threshold": [0.3, 0.9, 1.0, None],
     "warmup_steps": [0, 10**6, None],
-    "prediction_lookahead": [0, 1, 2, None],
+    "prediction_lookahead": [0, 1, 2, "auto", None],
     "prediction_model_path": ["gate", None],
     "context": [400, 500],
     "tolerance": [0.0, 0.5],
@@ -600,7 +600,7 @@ def test_reports_show_what_is_in_force_and_that_it_changed(path):
         run(flow)
         flow.set(prediction_lookahead=2)
         r = flow.report()
-        assert r.config["eviction_policy"] == "lru" and r.config["eviction_threshold"] == flow.runtime.cache.threshold == 0.9
+        assert r.config["eviction_policy"] == "lru" and r.config["eviction_threshold"] == flow.runtime.cache.threshold
         assert [x["version"] for x in r.changes] == [1, 2]
         assert r.changes[0]["settings"]["eviction_policy"] == ("priority_based", "lru")
         assert "changed    2 times, last after " in str(r) and "prediction_lookahead None -> 2" in str(r)
