@@ -231,7 +231,8 @@ def _numbers(c: "Config") -> None:
     "Settings that are numbers."
     for key in ("context", "batch"): _number(key, getattr(c, key), 1, whole=True)
     _number("io_threads", c.io_threads, 1, 64, whole=True)
-    if c.token_block_size is not None: _number("token_block_size", c.token_block_size, 1, whole=True)
+    n = c.token_block_size
+    if n is not None and not (isinstance(n, str) and n == "auto"): _number("token_block_size", c.token_block_size, 1, whole=True)
     if c.warmup_steps is not None: _number("warmup_steps", c.warmup_steps, 0, whole=True)
     if c.eviction_threshold is not None: _number("eviction_threshold", c.eviction_threshold, 0, 1, above=True)
     _number("load_timeout", c.load_timeout, 0, 86400, above=True)
@@ -274,7 +275,7 @@ class Config:
     system_reserve: int | float | str | None = "auto"               # GB left for everybody else on the device
     context: int = 4096                     # tokens (prompt and answer) that the KV cache is sized for
     batch: int = 1                          # sequences at a time
-    token_block_size: int | None = None     # tokens that share one loading of an expert; None: the whole batch
+    token_block_size: int | str | None = None   # tokens that share one loading of an expert; None: all; "auto": as memory allows
     eviction_policy: str = "priority_based"
     priority_weights: Mapping[str, float] = field(default_factory=WEIGHTS.copy)
     eviction_threshold: float | None = None # share of the slots filled when eviction starts; None: 1, when all are
@@ -302,6 +303,8 @@ class Config:
     def gpu_budget(self) -> int | Share | None: return parse_budget(self.gpu_memory_budget)
     @property
     def cpu_budget(self) -> int | Share | None: return parse_budget(self.cpu_memory_budget)
+    @property
+    def block(self) -> int | None: return None if isinstance(self.token_block_size, str) else self.token_block_size
     @property
     def reserve(self) -> int | None: return _reserve(self.system_reserve)
     @property
