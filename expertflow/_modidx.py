@@ -263,7 +263,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'expertflow.config.Config.__post_init__': ('config.html#config.__post_init__', 'expertflow/config.py'),
                                    'expertflow.config.Config.__str__': ('config.html#config.__str__', 'expertflow/config.py'),
                                    'expertflow.config.Config.as_dict': ('config.html#config.as_dict', 'expertflow/config.py'),
-                                   'expertflow.config.Config.block': ('config.html#config.block', 'expertflow/config.py'),
                                    'expertflow.config.Config.cpu_budget': ('config.html#config.cpu_budget', 'expertflow/config.py'),
                                    'expertflow.config.Config.gpu_budget': ('config.html#config.gpu_budget', 'expertflow/config.py'),
                                    'expertflow.config.Config.lookahead': ('config.html#config.lookahead', 'expertflow/config.py'),

@@ -275,7 +275,7 @@ class Config:
     system_reserve: int | float | str | None = "auto"               # GB left for everybody else on the device
     context: int = 4096                     # tokens (prompt and answer) that the KV cache is sized for
     batch: int = 1                          # sequences at a time
-    token_block_size: int | str | None = None   # tokens that share one loading of an expert; None: all; "auto": as memory allows
+    token_block_size: Any = None            # tokens that share one loading of an expert; None: all; "auto": as memory allows
     eviction_policy: str = "priority_based"
     priority_weights: Mapping[str, float] = field(default_factory=WEIGHTS.copy)
     eviction_threshold: float | None = None # share of the slots filled when eviction starts; None: 1, when all are
@@ -303,8 +303,6 @@ class Config:
     def gpu_budget(self) -> int | Share | None: return parse_budget(self.gpu_memory_budget)
     @property
     def cpu_budget(self) -> int | Share | None: return parse_budget(self.cpu_memory_budget)
-    @property
-    def block(self) -> int | None: return None if isinstance(self.token_block_size, str) else self.token_block_size
     @property
     def reserve(self) -> int | None: return _reserve(self.system_reserve)
     @property

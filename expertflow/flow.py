@@ -112,7 +112,7 @@ def plan_for(inv: Inventory, cfg: Config, room: Room, staging: int = 0, cold: in
     auto = room.available - (room.available - room.system) // 10  # leaves a tenth of what is free to others
     plan = make_plan(
         inv, auto if budget is None else budget, system=room.system, context=cfg.context, batch=cfg.batch,
-        prompt=cfg.block, available=room.available, staging=staging,
+        prompt=cfg.token_block_size, available=room.available, staging=staging,
     ).check()
     if plan.nominal > room.available:
         raise BudgetError(
@@ -121,12 +121,12 @@ def plan_for(inv: Inventory, cfg: Config, room: Room, staging: int = 0, cold: in
         )
     return without_cold(plan, cold)
 
-def with_block(cfg: Config, plan: Callable[[Config], Plan]) -> Config:
-    "The configuration with `token_block_size=\"auto\"` settled: the largest block that costs few slots (`nbs/09c_blocks.ipynb`)."
-    if cfg.token_block_size != "auto":
-        return cfg
-    size = auto_block(lambda n: plan(Config.make(cfg, token_block_size=n)), cfg.context)
-    return Config.make(cfg, token_block_size=size)
+def with_block(cfg: Config, plan: Callable[[Config], Plan]) -> tuple[Config, Plan]:
+    "`token_block_size=\"auto\"` settled: the largest block that costs few slots (`nbs/09c_blocks.ipynb`); and the plan."
+    if cfg.token_block_size == "auto":
+        size = auto_block(lambda n: plan(Config.make(cfg, token_block_size=n)), cfg.context)
+        cfg = Config.make(cfg, token_block_size=size)
+    return cfg, plan(cfg)
 
 # %% ../nbs/10b_flow.ipynb #5d2d1507
 def without_cold(plan: Plan, cold: int) -> Plan:
@@ -572,13 +572,12 @@ def load(cfg: Config, model_kwargs: dict[str, Any]) -> ExpertFlow:
         give_back_freed()  # else the process is larger than what it uses, and the budget could not be kept
     room = look_around(device, cfg.reserve, inv.dtype)
     cold = named_cold(cfg.cold_experts, cfg.cold_share, heat_of(path))
-    cfg = with_block(cfg, lambda c: plan_for(inv, c, room, staging_bytes(ckpt, c, inv), len(cold)))
-    plan = plan_for(inv, cfg, room, staging_bytes(ckpt, cfg, inv), len(cold))
+    cfg, plan = with_block(cfg, lambda c: plan_for(inv, c, room, staging_bytes(ckpt, c, inv), len(cold)))
     flow = ExpertFlow(path, cfg, plan, inv, room)
     flow.cold, flow.checkpoint = cold, ckpt
     flow.host_slots = host_slots(cfg, plan, device)
     flow.ledger = open_books(plan, flow.host_slots * plan.slot_bytes)
-    flow.requests = Requests(inv, plan, flow.ledger, cfg.block)
+    flow.requests = Requests(inv, plan, flow.ledger, cfg.token_block_size)
     try:
         flow.model = load_model(flow, ckpt, model_kwargs)
         if cfg.preload:
@@ -643,8 +642,8 @@ def load_model(flow: ExpertFlow, ckpt: Checkpoint, model_kwargs: dict[str, Any])
         kwargs["device_map"] = {"": flow.device}
     with one_line(flow.path), ckpt.for_transformers() as folder:
         model = sub.from_pretrained(folder, **kwargs)  # type: ignore[attr-defined]
-    if cfg.block:
-        model.generation_config.prefill_chunk_size = cfg.block
+    if cfg.token_block_size:
+        model.generation_config.prefill_chunk_size = cfg.token_block_size
     return model
 
 def _gone() -> ExpertFlow:
@@ -773,7 +772,9 @@ def make_ready(flow: ExpertFlow, cfg: Config, differ: Set[str], asked: str, anew
     tolerance = tolerances(cfg, len(rt.layouts))
     if differ & (_SIGHT | _POLICY):
         inv = with_predictor(inv, cfg, flow.checkpoint)
-    cfg, plan = with_block(cfg, lambda c: plan_for(inv, c, room_now(flow, c), flow.plan.staging, len(flow.cold))), None
+    plan = None
+    if cfg.token_block_size == "auto":
+        cfg, _ = with_block(cfg, lambda c: plan_for(inv, c, room_now(flow, c), flow.plan.staging, len(flow.cold)))
     if anew or differ & _MEMORY or inv.dense_bytes != flow.inventory.dense_bytes:
         plan = plan_for(inv, cfg, room_now(flow, cfg), flow.plan.staging, len(flow.cold))
     look = foresee(flow, cfg, flow.checkpoint) if differ & _SIGHT else None
@@ -799,8 +800,8 @@ def put_into_effect(flow: ExpertFlow, new: Ready) -> int:  # layer-steps so far
         if new.plan is not None:
             move_budget(flow, new.plan, new.asked)
             flow.inventory = flow.requests.inv = new.inventory
-        if cfg.block != flow.requests.block:
-            flow.requests.block = flow.model.generation_config.prefill_chunk_size = cfg.block
+        if cfg.token_block_size != flow.requests.block:
+            flow.requests.block = flow.model.generation_config.prefill_chunk_size = cfg.token_block_size
     cache, plan = rt.cache, flow.plan
     cache.threshold, cache.warmup_steps = threshold_of(cfg), warmup_of(cfg, len(rt.layouts))
     cache.keep_free = min(spare(cache.n_slots, cache.total, cache.threshold), cache.n_slots - plan.min_slots)

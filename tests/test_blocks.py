@@ -174,7 +174,8 @@ def test_auto_is_settled_when_the_model_is_loaded(tiny):
     plan = lambda c: plan_for(inv, c, room)
     least = plan(Config.make(cfg, gpu_memory_budget="0.01%", token_block_size=16))
     budget = f"{least.fixed + 20 * least.slot_bytes}B"
-    settled = with_block(Config.make(cfg, gpu_memory_budget=budget), plan)
+    settled, chosen = with_block(Config.make(cfg, gpu_memory_budget=budget), plan)
+    assert chosen == plan(settled)
     size = settled.token_block_size
     assert 16 <= size < 4096 and plan(settled).slots >= 0.95 * plan(replace(settled, token_block_size=16)).slots
 
