@@ -182,12 +182,12 @@ def test_the_same_on_a_device(sim, tmp_path):
 def test_quality_is_measured():
     "On a trained model: more tolerance, fewer bytes; a lot of it is worse than chance can explain; settings are put back."
     text = "The committee met again on Thursday to discuss the budget for the coming year, and nobody was surprised. "
-    with ExpertFlow.from_pretrained("tiny-moe", gpu_memory_budget="25%", tolerance=0.03) as flow:
-        rows = quality_check(flow, [text * 3, "def mean(xs):\n    return sum(xs) / len(xs)\n" * 4], (0.1, 0.5), tokens=60)
-        assert [r["tolerance"] for r in rows] == [0, 0.1, 0.5]
+    with ExpertFlow.from_pretrained("tiny-moe", gpu_memory_budget="0.001%", tolerance=0.03) as flow:
+        rows = quality_check(flow, [text * 3, "def mean(xs):\n    return sum(xs) / len(xs)\n" * 4], (0.1, 1.0), tokens=60)
+        assert [r["tolerance"] for r in rows] == [0, 0.1, 1]
         assert rows[0]["worse"] == 0 and rows[0]["agree"] == 1 and rows[0]["skipped"] == 0 == rows[0]["skipped_share"]
         assert rows[0]["bytes_per_token"] > rows[1]["bytes_per_token"] > rows[2]["bytes_per_token"]
-        assert 0 < rows[1]["skipped_share"] < rows[2]["skipped_share"] and rows[2]["worse"] > 3 * rows[2]["error"] > 0
+        assert 0 < rows[1]["skipped_share"] < rows[2]["skipped_share"] and rows[2]["worse"] > 2 * rows[2]["error"] > 0
         assert rows[2]["agree"] < 1 and flow.config.strict and flow.config.tolerance == 0.03
         for bad in ([], [""]):
             with pytest.raises(ExpertFlowError, match="texts"):
