@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['POLICIES', 'LRU', 'DecayedFrequency', 'LeastStale', 'Priority', 'Frequency', 'S3FIFO', 'ARC', 'RouterScore',
-           'ForecastDriven', 'Shadow', 'Guarded', 'make_evictor']
+           'ForecastDriven', 'Shadow', 'Guarded', 'make_evictor', 'weights_for']
 
 # %% ../nbs/06_evictor.ipynb #948dca14
 from collections.abc import Callable, Mapping, Sequence
@@ -350,3 +350,9 @@ def make_evictor(
     if policy not in make:
         raise ConfigError(f"eviction_policy {policy!r} is unknown: use one of {', '.join(POLICIES)}")
     return make[policy]()
+
+# %% ../nbs/06_evictor.ipynb #af5118d7
+def weights_for(link: float) -> dict[str, float]:  # bytes/s -> prediction_prob, recency, transfer_cost
+    "The article's rule: from PCIe 4 x16 (25 GB/s) on lean on prediction, at half of that on recency; between, in proportion."
+    recency = 0.3 + 0.3 * min(max((25e9 - link) / 12.5e9, 0.0), 1.0)
+    return {"prediction_prob": 0.9 - recency, "recency": recency, "transfer_cost": 0.1}
