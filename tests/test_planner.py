@@ -1,4 +1,4 @@
-"A planner may be told anything: it costs at most a little, breaks nothing, and decides alike in the runtime and in the simulator."
+"A planner may be told anything: it costs little, breaks nothing, and decides alike in the runtime and in the simulator."
 
 import bench_simulator as bench
 import numpy as np
