@@ -333,6 +333,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'expertflow.dashboard.Dashboard._repr_mimebundle_': ( 'dashboard.html#dashboard._repr_mimebundle_',
                                                                                             'expertflow/dashboard.py'),
                                       'expertflow.dashboard.Dashboard.close': ('dashboard.html#dashboard.close', 'expertflow/dashboard.py'),
+                                      'expertflow.dashboard.Figure': ('dashboard.html#figure', 'expertflow/dashboard.py'),
+                                      'expertflow.dashboard.Figure._ours': ('dashboard.html#figure._ours', 'expertflow/dashboard.py'),
                                       'expertflow.dashboard.Figures': ('dashboard.html#figures', 'expertflow/dashboard.py'),
                                       'expertflow.dashboard.Limits': ('dashboard.html#limits', 'expertflow/dashboard.py'),
                                       'expertflow.dashboard.Log': ('dashboard.html#log', 'expertflow/dashboard.py'),

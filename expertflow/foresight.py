@@ -109,15 +109,19 @@ class Tally:
     needed: list[int] = field(default_factory=list)
     named: list[int] = field(default_factory=list)
     right: list[int] = field(default_factory=list)  # named and needed
+    layers: dict[int, tuple[int, int]] = field(default_factory=dict)  # layer -> needed and right, over all distances
     steps: int = 0  # layer-steps at which a prediction was made
     seconds: float = 0.0  # of the host
 
-    def add(self, distance: int, named: Sequence[int], needed: Sequence[int]) -> None:
+    def add(self, distance: int, named: Sequence[int], needed: Sequence[int], layer: int = 0) -> None:
         for row in (self.needed, self.named, self.right):
             row.extend([0] * (distance - len(row)))
         self.needed[distance - 1] += len(needed)
         self.named[distance - 1] += len(named)
-        self.right[distance - 1] += len(set(named) & set(needed))
+        right = len(set(named) & set(needed))
+        self.right[distance - 1] += right
+        before = self.layers.get(layer, (0, 0))
+        self.layers[layer] = before[0] + len(needed), before[1] + right
 
     def recall(self) -> list[float | None]:
         return [r / n if n else None for r, n in zip(self.right, self.needed, strict=True)]
@@ -149,7 +153,7 @@ def _as_dict(eyes: "Foresight") -> dict[str, Any]:
 def _settle(eyes: "Foresight", layer: int, experts: Sequence[int]) -> None:
     "What was expected of this layer has come true, or not."
     for distance, named in eyes.own.__dict__.setdefault("expected", {}).pop(layer, {}).items() if experts else ():
-        eyes.tally.add(distance, named, experts)
+        eyes.tally.add(distance, named, experts, layer)
 
 def _expect(eyes: "Foresight", layer: int, need: np.ndarray) -> list[tuple[int, list[int]]]:
     "The experts of later layers that are likelier needed than not, noted down."

@@ -53,7 +53,6 @@ class Board:
         self.events = np.frombuffer(self.raw, np.uint8).reshape(L, E)  # the same bytes
         self.used = [0] * (L * E)  # layer-steps that needed each expert
         self.last = [0] * (L * E)  # number of the last one, 0: none
-        self.asked, self.named = [0] * L, [0] * L  # needed since somebody predicts; of those, named by a prediction
         self.nobody = np.arange(E) >= np.array(cache.num_experts)[:, None]
         self.viewers: set[int] = set()
         self.readers: tuple[Callable[[int, list[int]], None], ...] = ()  # are told of each layer-step before it is noted
@@ -69,20 +68,18 @@ class Board:
         for e in hits:
             row[e] = HIT
         if cache.count.prefetched:
-            self._prefetched(layer, hits, misses, row)
+            self._prefetched(layer, hits, row)
         self.raw[base : base + E] = row
         for e in (*hits, *misses):
             self.used[base + e] += 1
             self.last[base + e] = now + 1
 
-    def _prefetched(self, layer: int, hits: Sequence[int], misses: Sequence[int], row: bytearray) -> None:
+    def _prefetched(self, layer: int, hits: Sequence[int], row: bytearray) -> None:
         "Tells hits apart, before the cache settles which prefetches have paid."
         cache, slots = self.cache, self.cache.slot_of[layer]
         for e in hits:
             if (slot := slots[e]) != ABSENT and cache.fresh[slot]:
                 row[e] = LATE if cache.loading[slot] else IN_TIME
-        self.asked[layer] += len(hits) + len(misses)
-        self.named[layer] += sum(bool(cache.expected[cache.flat(layer, e)]) for e in (*hits, *misses))
 
     def leaves(self, slot: int) -> None:
         cache = self.cache
