@@ -76,6 +76,29 @@ def point(model, n, budget, size, ahead, link):
                       "simulated_bytes": s.bytes_loaded, "lru_loads": lru.loads, "least_loads": least}  # fmt: skip
 
 
+def simulated(model, n):
+    "All sizes, from one recording of the same prompt; the slots of half and a quarter of the experts."
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from expertflow.blocks import block_costs
+    from expertflow.flow import find_checkpoint
+    from expertflow.paths import record
+    from expertflow.simulator import Compute
+    from expertflow.trace import Trace
+
+    torch.set_num_threads(1)
+    path = find_checkpoint(model)
+    data = record(AutoModelForCausalLM.from_pretrained(path).eval(), prompt(AutoTokenizer.from_pretrained(path), n))
+    zero = np.zeros(n, np.int32)
+    trace = Trace(data.ids.astype(np.uint8), data.weights, zero, zero.astype(np.uint8), zero, zero, tuple(data.num_experts))
+    compute = Compute(layer=1e-4, token=2e-6, expert=2e-5)  # an assumed accelerator
+    how = {"link": "pcie4x8", "expert_bytes": 10_000_000, "compute": compute}
+    costs = {b: block_costs(trace, (1, 4, 16, 32, 64, 256, n), float(b[:-1]) / 100, **how) for b in BUDGETS}
+    return [{"budget": b} | c.as_dict() for b, some in costs.items() for c in some]
+
+
 def main():
     p = argparse.ArgumentParser()
     p.add_argument("--model", default="smollm2-moe")
@@ -96,7 +119,7 @@ def main():
         print(line, flush=True)
         return json.loads(line[6:])
 
-    result = {"model": a.model, "tokens": a.tokens, "rows": [], "ahead": []}
+    result = {"model": a.model, "tokens": a.tokens, "simulated": simulated(a.model, a.tokens), "rows": [], "ahead": []}
     for size in reversed(SIZES):
         for budget in BUDGETS:
             result["rows"].append(run(budget, size, False, None))
