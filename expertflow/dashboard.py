@@ -484,7 +484,7 @@ class Chart:
         self.fig = Figure(list(traces), go.Layout(look).update(layout))
         self.values: list[dict[str, Any]] = []
         self.layout: dict[str, Any] = {}
-        self.times = [time.monotonic() + n for n in (12, 6, 3, 1)]  # to draw again at, the first one last
+        self.times = [time.monotonic() + n for n in (25, 12, 6, 3, 1)]  # to draw again at, the first one last
 
     def draw(self, values: Sequence[dict[str, Any]], **layout: Any) -> None:
         "`values`: properties of each trace."

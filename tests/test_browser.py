@@ -141,7 +141,7 @@ def test_tabs_draw_their_charts(page, lab):
     for name, marks in (("What if", line), ("Predictor", bars), ("Timeline", bars)):
         page.locator(".lm-TabBar-tab", has_text=name).click()
         drawn = f"() => [...document.querySelectorAll('{marks}')].some(e => e.getClientRects().length)"
-        page.wait_for_function(drawn, timeout=60_000)
+        page.wait_for_function(drawn, timeout=120_000)
     buttons = page.evaluate("[...document.querySelectorAll('.modebar-btn')].map(e => e.dataset.title)")
     assert buttons and not [b for b in buttons if b and ("cloud" in b.lower() or "share" in b.lower() or "studio" in b.lower())]
     assert nb.ask("panel.painter.error") is None and not page.complaints, page.complaints

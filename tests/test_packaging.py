@@ -26,7 +26,7 @@ project = tomllib.loads(read("pyproject.toml"))
 ini = configparser.ConfigParser(delimiters=["="])
 ini.read_string(read("settings.ini"))
 facts = ini["DEFAULT"]
-LIVE = ("map", "dashboard")      # modules that need the extra `lab`, and that no other one imports
+LIVE = ("map", "dashboard", "play")      # modules that need the extra `lab`, or can use it
 GROUPS = ("requirements", "lab_requirements", "dev_requirements")
 
 
