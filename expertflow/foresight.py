@@ -161,6 +161,7 @@ def _expect(eyes: "Foresight", layer: int, need: np.ndarray) -> list[tuple[int, 
     answers = [(layer + d, row) for d, row in enumerate(rows, 1) if layer + d < len(eyes.runtime.layouts)]
     for to, row in answers:
         eyes.own.expected.setdefault(to, {})[to - layer] = row
+    eyes.latest.update((to, need[to - layer - 1]) for to, _ in answers)
     eyes.tally.steps += 1
     return answers
 
@@ -184,6 +185,7 @@ class Foresight:
             raise ConfigError(f"prediction_lookahead={self.lookahead}: this predictor looks 1 to {predictor.ahead} layers ahead")
         self.runtime, self.predictor, self.ratio, self.tally = runtime, predictor, ratio, Tally()
         self.name, self.own = name, threading.local()  # each generation has its stream
+        self.latest: dict[int, np.ndarray] = {}  # layer -> [E] probabilities, as last predicted; for those who look on
         self.watch = Watch(taps, self.routed)
         runtime.prefetcher = self
 

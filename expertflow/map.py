@@ -15,7 +15,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -275,15 +275,16 @@ def film_of(
     return film
 
 # %% ../nbs/13_map.ipynb #12ddceb4
-def told(board: Board, flat: int, nbytes: Sequence[int]) -> str:
-    "What there is to say of an expert beside its state, for people."
-    cache, layer = board.cache, flat // board.shape[1]
+def told(board: Board, flat: int, nbytes: Sequence[int], latest: Mapping[int, np.ndarray]) -> str:
+    "What there is to say of an expert beside its state, for people. `latest`: layer -> probabilities [E], as last predicted."
+    cache, (layer, e) = board.cache, divmod(flat, board.shape[1])
     uses, ago = board.used[flat], cache.count.steps - board.last[flat]
     words = [f"needed {uses} times" + (f", last {ago} layer-steps ago" if uses else "")]
     predict = getattr(cache.evictor, "predict", None)
     if predict is not None:
         words.append(f"probability {float(predict(cache.count.steps, np.array([flat]))[0]):.0%} in the policy's view")
-    words += ["named by the prediction"] if cache.expected[flat] else []
+    if layer in latest:
+        words.append(f"last predicted with {float(latest[layer][e]):.0%}" + (", expected" if cache.expected[flat] else ""))
     return "; " + ", ".join([*words, *([fmt_bytes(nbytes[layer])] if nbytes else [])])
 
 def told_of(film: Film, at: int, flat: int) -> str:
@@ -336,6 +337,7 @@ class Following(Painted):
                  height: int = 460):  # fmt: skip
         film = source if isinstance(source, Film) else None
         self.source, self.nbytes, self.painter = source, list(expert_bytes), None
+        self.latest: Callable[[], Mapping[int, np.ndarray]] = dict  # of whoever predicts
         self.board = source.board if isinstance(source, Film) else source
         states = [{"name": x.name, "light": x.light, "dark": x.dark, "mark": x.mark} for x in LOOKS]
         shown = {"film": b"".join(film.frames), "passes": film.passes} if film else {"cells": cells_of(self.board).tobytes()}
@@ -362,7 +364,7 @@ class Following(Painted):
     def _tell(self, change: Any = None) -> None:
         i, film = self.hovered, self.source if isinstance(self.source, Film) else None
         if not 0 <= i < self.board.events.size: return
-        self.detail = {"id": i, "text": told_of(film, self.at, i) if film else told(self.board, i, self.nbytes)}
+        self.detail = {"id": i, "text": told_of(film, self.at, i) if film else told(self.board, i, self.nbytes, self.latest())}
 
     def _leave(self) -> None:
         "Nobody looks at the board through this widget any more; the last one takes it down."
@@ -385,7 +387,9 @@ class ResidencyMap(Following):
         "Of a loaded model (an ExpertFlow or its runtime), or of a cache."
         runtime = getattr(model, "runtime", model)
         sizes = [x.nbytes for x in getattr(runtime, "layouts", ())]
-        return cls(board_of(getattr(runtime, "cache", runtime)), sizes, **kwargs)
+        new = cls(board_of(getattr(runtime, "cache", runtime)), sizes, **kwargs)
+        new.latest = lambda: getattr(getattr(runtime, "prefetcher", None), "latest", {})
+        return new
 
     @classmethod
     def from_trace(cls, source: Trace | LayerSteps | Film | str | Path, slots: int | float = 0.5, policy: str = "lru",

@@ -251,6 +251,9 @@ def test_tabs(panel, flow):
     panel.tokens.value = 12
     panel.run.click()
     assert panel.speaker.wait() and not panel.speaker.error
+    layer = max(flow.foresight.latest)
+    panel.map.hovered = layer * 32
+    assert f"last predicted with {flow.foresight.latest[layer][0]:.0%}" in panel.map.detail["text"]
     predictor = show(2)
     assert len(predictor.charts[0].fig.data[0].y) == flow.foresight.lookahead and max(predictor.charts[1].fig.data[0].y) > 0.3
     timeline = show(3)
