@@ -715,6 +715,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'expertflow.hardware.device_memory': ('hardware.html#device_memory', 'expertflow/hardware.py'),
                                      'expertflow.hardware.environment': ('hardware.html#environment', 'expertflow/hardware.py'),
                                      'expertflow.hardware.give_back_freed': ('hardware.html#give_back_freed', 'expertflow/hardware.py'),
+                                     'expertflow.hardware.keep_few_kernels': ('hardware.html#keep_few_kernels', 'expertflow/hardware.py'),
                                      'expertflow.hardware.memory_available': ('hardware.html#memory_available', 'expertflow/hardware.py'),
                                      'expertflow.hardware.memory_limit': ('hardware.html#memory_limit', 'expertflow/hardware.py'),
                                      'expertflow.hardware.memory_limits': ('hardware.html#memory_limits', 'expertflow/hardware.py'),

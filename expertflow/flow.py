@@ -48,7 +48,7 @@ from .config import BudgetError, CheckpointError, Config, ConfigError, ExpertFlo
 from .evictor import make_evictor
 from .forecast import PredictedForecast
 from .foresight import Foresight, make_predictor, predictor_bytes, predictor_file
-from .hardware import device_memory, give_back_freed, memory_available, peak_rss, pick_device, rss
+from .hardware import device_memory, give_back_freed, keep_few_kernels, memory_available, peak_rss, pick_device, rss
 from .ledger import Component, Inventory, Ledger, Plan, admit_kv, inventory, make_plan
 from .live import Settings
 from .many import BLOCK, Memory, UnfinishedError, answer_all, block_that_fits
@@ -89,7 +89,7 @@ def _from_hub(repo: str) -> Path:
 # %% ../nbs/10b_flow.ipynb #a4ddf2cd
 _SYSTEM_ACCELERATOR = 500_000_000  # driver context and display, bytes
 _SYSTEM_CPU_EXTRA = 48_000_000  # what the process still grows by while it loads and runs, beside the model
-_CPU_KERNELS = 160_000_000  # oneDNN compiles a kernel per shape, and keeps 1024 (measured: up to 140 MB after long prompts)
+_CPU_KERNELS = 160_000_000  # oneDNN compiles a kernel per shape, and keeps some (measured: up to 140 MB after long prompts)
 
 @dataclass(frozen=True)
 class Room:
@@ -568,8 +568,8 @@ def load(cfg: Config, model_kwargs: dict[str, Any]) -> ExpertFlow:
     attention = model_kwargs.get("attn_implementation")
     inv = inventory(path, None if cfg.dtype == "auto" else cfg.dtype, device=device.type, attention=attention)
     inv = with_predictor(inv, cfg, ckpt)
-    if device.type == "cpu":
-        give_back_freed()  # else the process is larger than what it uses, and the budget could not be kept
+    if device.type == "cpu":  # else the process is larger than what it uses, and the budget could not be kept
+        give_back_freed(); keep_few_kernels()
     room = look_around(device, cfg.reserve, inv.dtype)
     cold = named_cold(cfg.cold_experts, cfg.cold_share, heat_of(path))
     cfg, plan = with_block(cfg, lambda c: plan_for(inv, c, room, staging_bytes(ckpt, c, inv), len(cold)))

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ROOT', 'Mount', 'Limit', 'memory_limits', 'memory_limit', 'memory_available', 'rss', 'peak_rss', 'reset_peak_rss',
-           'give_back_freed', 'cores', 'pick_device', 'device_memory', 'Environment', 'environment']
+           'give_back_freed', 'keep_few_kernels', 'cores', 'pick_device', 'device_memory', 'Environment', 'environment']
 
 # %% ../nbs/01_hardware.ipynb #1f401a3e
 import importlib.metadata
@@ -171,6 +171,12 @@ def give_back_freed(threshold: int = 2**20) -> bool: # bytes; whether the C libr
     try: mallopt = ctypes.CDLL("libc.so.6").mallopt         # glibc; M_MMAP_THRESHOLD is -3, M_TRIM_THRESHOLD -1
     except (OSError, AttributeError): return False
     return bool(mallopt(-3, threshold)) and bool(mallopt(-1, threshold))
+
+# %% ../nbs/01_hardware.ipynb #22fcd13c
+def keep_few_kernels(n: int = 128) -> None:
+    "Has oneDNN, and torch's cache in front of it, keep so many compiled kernels. Must come before the first bfloat16 product."
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, str(n))
 
 # %% ../nbs/01_hardware.ipynb #0325db46
 def _quota(version: int, folder: Path) -> float: # cores

@@ -76,6 +76,14 @@ def test_long_prompts_stay_inside_the_plan(tmp_path):
             assert got["peak"] <= got["memory"]["device"]["capacity"], (dtype, context)
 
 
+def test_many_experts_of_many_rows_stay_inside_the_plan():
+    "256 experts, each with another number of rows in bf16: as many kernels are compiled, and they must not pile up."
+    from expertflow.flow import find_checkpoint
+
+    got = run("/dev/null", find_checkpoint("tiny-moe"), gpu_memory_budget="50%", context=1024, prompt=1000)
+    assert got["peak"] <= got["memory"]["device"]["capacity"]
+
+
 def run(join, path, **settings):
     argv = [sys.executable, "-W", "ignore", "-c", CHILD, str(join), str(path), json.dumps(settings)]
     out = subprocess.run(argv, capture_output=True, text=True, timeout=500, env=os.environ | {"OMP_NUM_THREADS": "1"})
