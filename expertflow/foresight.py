@@ -183,15 +183,14 @@ class Foresight:
         self.lookahead = predictor.ahead if lookahead is None else lookahead
         if not 1 <= self.lookahead <= predictor.ahead:
             raise ConfigError(f"prediction_lookahead={self.lookahead}: this predictor looks 1 to {predictor.ahead} layers ahead")
-        self.runtime, self.predictor, self.ratio, self.tally = runtime, predictor, ratio, Tally()
-        self.name, self.own = name, threading.local()  # each generation has its stream
-        self.latest: dict[int, np.ndarray] = {}  # layer -> [E] probabilities, as last predicted; for those who look on
+        self.runtime, self.predictor, self.ratio, self.tally, self.name = runtime, predictor, ratio, Tally(), name
+        self.own = threading.local()  # each generation has its stream
+        self.latest = dict[int, np.ndarray]()  # layer -> [E] probabilities, as last predicted; for those who look on
         self.watch = Watch(taps, self.routed)
         runtime.prefetcher = self
 
     def routed(self, layer: int, residual: Tensor, output: Any) -> None:  # a router has chosen
-        if self.planner is not None and self.planner.asleep:
-            return
+        if self.planner is not None and self.planner.asleep: return
         start = time.perf_counter()
         if layer == 0:
             self.own.expected = {}
