@@ -186,8 +186,7 @@ class Foresight:
         self.runtime, self.predictor, self.ratio, self.tally, self.name = runtime, predictor, ratio, Tally(), name
         self.own = threading.local()  # each generation has its stream
         self.latest = dict[int, np.ndarray]()  # layer -> [E] probabilities, as last predicted; for those who look on
-        self.watch = Watch(taps, self.routed)
-        runtime.prefetcher = self
+        self.watch, runtime.prefetcher = Watch(taps, self.routed), self
 
     def routed(self, layer: int, residual: Tensor, output: Any) -> None:  # a router has chosen
         if self.planner is not None and self.planner.asleep: return
