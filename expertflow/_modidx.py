@@ -674,6 +674,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'expertflow.foresight._expect': ('foresight.html#_expect', 'expertflow/foresight.py'),
                                       'expertflow.foresight._settle': ('foresight.html#_settle', 'expertflow/foresight.py'),
                                       'expertflow.foresight._spoilt': ('foresight.html#_spoilt', 'expertflow/foresight.py'),
+                                      'expertflow.foresight.before_pass': ('foresight.html#before_pass', 'expertflow/foresight.py'),
                                       'expertflow.foresight.make_predictor': ('foresight.html#make_predictor', 'expertflow/foresight.py'),
                                       'expertflow.foresight.needed': ('foresight.html#needed', 'expertflow/foresight.py'),
                                       'expertflow.foresight.predictor_bytes': ('foresight.html#predictor_bytes', 'expertflow/foresight.py'),

@@ -47,7 +47,7 @@ from .checkpoint import Checkpoint, ExpertStore, check_supported, quantisation, 
 from .config import BudgetError, CheckpointError, Config, ConfigError, ExpertFlowError, Share, Source, fmt_bytes
 from .evictor import make_evictor
 from .forecast import PredictedForecast
-from .foresight import Foresight, make_predictor, predictor_bytes, predictor_file
+from .foresight import Foresight, before_pass, make_predictor, predictor_bytes, predictor_file
 from .hardware import device_memory, give_back_freed, keep_few_kernels, memory_available, peak_rss, pick_device, rss
 from .ledger import Component, Inventory, Ledger, Plan, admit_kv, inventory, make_plan
 from .live import Settings
@@ -739,7 +739,13 @@ def see_paths(flow: ExpertFlow, cfg: Config, forecast: PredictedForecast | None)
     file = paths_of(cfg, flow.checkpoint)
     if file is None or forecast is None:
         return None
-    return ready_sight(file, flow.model, find_taps(flow.model), forecast, flow.runtime.lock)
+    me = weakref.ref(flow)
+
+    def tell(p: Any) -> None:
+        if (flow := me()) is not None and flow.foresight is not None:
+            before_pass(flow.foresight, p[0])
+
+    return ready_sight(file, flow.model, find_taps(flow.model), forecast, flow.runtime.lock, tell)
 
 # %% ../nbs/10b_flow.ipynb #1c9eee24
 @dataclass(frozen=True)

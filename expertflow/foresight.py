@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Steps', 'MISSED_TO_WASTED', 'record_steps', 'Degraded', 'Predictor', 'needed', 'worth_loading', 'Tally', 'Foresight',
-           'predictor_file', 'predictor_bytes', 'make_predictor']
+           'before_pass', 'predictor_file', 'predictor_bytes', 'make_predictor']
 
 # %% ../nbs/10a_foresight.ipynb #8986343a
 import threading
@@ -23,7 +23,7 @@ from .checkpoint import Checkpoint
 from .config import CheckpointError, ConfigError
 from .planner import Planner, carry_out
 from .predictor import KIND, LayerAhead, load_predictor, shipped
-from .runtime import Fetched, Runtime
+from .runtime import Fetched, Runtime, repair
 from .taps import Routing, Tap, Watch, read_routing
 
 # %% ../nbs/10a_foresight.ipynb #7770254b
@@ -213,6 +213,23 @@ class Foresight:
         return iter(answers)
 
     close, begin, as_dict = _close, _begin, _as_dict
+
+# %% ../nbs/10a_foresight.ipynb #af610589
+def before_pass(
+    eyes: Foresight,
+    need: np.ndarray,  # [D, E] probabilities for the first D layers
+) -> None:
+    "Has the planner prefetch for the first layers. Not from within a layer-step."
+    rt = eyes.runtime
+    if eyes.planner is None or eyes.planner.asleep:
+        return
+    with rt.lock:
+        try:
+            if not rt.closed:
+                carry_out(eyes.planner, rt, -1, (), need[: eyes.lookahead], eyes.predicting)
+        except BaseException:  # Ctrl-C, say: no slot may be loading that nobody loads into
+            repair(rt.cache, rt.executor)
+            raise
 
 # %% ../nbs/10a_foresight.ipynb #fd1c1cb6
 def predictor_file(

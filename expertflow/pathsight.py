@@ -77,10 +77,11 @@ class PathSight:
         make: Callable[[], PathPredictor],  # called for each sequence
         forecast: PredictedForecast,
         lock: Any = None,  # held while the forecast changes, for those who read it
+        tell: Callable[[np.ndarray], object] = lambda p: None,  # is given the probabilities [H, L, E] of each pass, too
     ):
         self.forecast, self.lock, self.own = forecast, lock or threading.RLock(), threading.local()
         self.follower = lambda: Follower(make, len(taps), max(t.top_k for t in taps))
-        self.passes, self.problem = 0, ""  # passes predicted; why the last one was not
+        self.tell, self.passes, self.problem = tell, 0, ""  # passes predicted; why the last one was not
         self.watch = Watch(taps, self.routed)
         base: Any = getattr(model, "base_model", model)
         self.hooks = [model.register_forward_pre_hook(self.begins, with_kwargs=True), base.register_forward_hook(self.ended)]
@@ -91,8 +92,7 @@ class PathSight:
 
     def close(self) -> None:
         self.watch.remove()
-        while self.hooks:
-            self.hooks.pop().remove()
+        while self.hooks: self.hooks.pop().remove()
 
     def begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         tokens, cache = kwargs.get("input_ids", args[0] if args else None), kwargs.get("past_key_values", kwargs.get("cache"))
@@ -101,8 +101,8 @@ class PathSight:
         try:
             mine = self.own.__dict__.setdefault("follower", self.follower())
             p = mine.begin(tokens.detach().cpu().numpy(), fresh=cache is None or cache.get_seq_length() == 0)
-            with self.lock:
-                self.forecast.update(p)
+            with self.lock: self.forecast.update(p)
+            self.tell(p)
             self.passes, self.problem = self.passes + 1, ""
         except (ConfigError, ValueError, IndexError) as e:
             self.own.__dict__.clear()
@@ -138,12 +138,12 @@ def path_bytes(file: Path | None) -> int:
 
 
 def ready_sight(
-    file: Path, model: Any, taps: Sequence[Tap], forecast: PredictedForecast, lock: Any
+    file: Path, model: Any, taps: Sequence[Tap], forecast: PredictedForecast, lock: Any, tell: Any = lambda p: None
 ) -> Callable[[], PathSight]:  # call it to set it to work, which cannot fail
     "The path predictor in `file`, read."
     net, card = load_path(file)
     embedding = model.get_input_embeddings().weight.detach() if net.spec.embedding else None
-    return lambda: PathSight(model, taps, lambda: PathPredictor(net, embedding, card), forecast, lock)
+    return lambda: PathSight(model, taps, lambda: PathPredictor(net, embedding, card), forecast, lock, tell)
 
 
 def make_sight(file: Path, model: Any, taps: Sequence[Tap], forecast: PredictedForecast, lock: Any) -> PathSight:

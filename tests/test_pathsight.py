@@ -7,10 +7,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from expertflow.cache import check
 from expertflow.checkpoint import Checkpoint
 from expertflow.config import CheckpointError, ConfigError
 from expertflow.flow import ExpertFlow, find_checkpoint
 from expertflow.forecast import PredictedForecast
+from expertflow.foresight import before_pass
 from expertflow.paths import HORIZONS, PathPredictor, load_path, probabilities, record, shipped_path
 from expertflow.pathsight import Follower, make_sight, path_file, together
 from expertflow.taps import find_taps
@@ -196,3 +198,25 @@ def test_it_comes_and_goes_with_the_policy():
         other = next(f for f in shipped_path(PATH).parent.glob("*.path.safetensors") if f != shipped_path(PATH))
         with pytest.raises(CheckpointError): flow.set(eviction_policy="forecast", forecast_model_path=str(other))
         assert flow.config.eviction_policy == "lru" and flow.sight is None
+
+
+def test_the_first_layers_are_fetched_before_a_pass():
+    "With a planner that may always load, experts of layer 0 come before the pass, some in time; and the text is the same."
+    texts, named = [], []
+    for more in ({}, {"prediction_model_path": "gate", "prediction_lookahead": 2}):
+        with ExpertFlow.from_pretrained("tiny-moe", **settings(**more)) as flow:
+            if more:
+                flow.foresight.planner.guard.slack = float("inf")
+                into = flow.runtime.prefetch_into
+                flow.runtime.prefetch_into = lambda slot, layer, e, into=into: (named.append((layer, e)), into(slot, layer, e))
+            texts.append(flow.generate("The captain looked at the sea", max_new_tokens=30, do_sample=False))
+            check(flow.runtime.cache)
+    assert texts[0] == texts[1] and any(layer == 0 for layer, _ in named)
+
+
+def test_a_pass_is_not_told_to_a_closed_model():
+    with ExpertFlow.from_pretrained("tiny-moe", **settings(prediction_model_path="gate")) as flow:
+        eyes = flow.foresight
+        eyes.planner.guard.slack = float("inf")
+    before_pass(eyes, np.ones((2, 32)))
+    assert not flow.runtime.cache.loading.any()
