@@ -238,7 +238,8 @@ def _numbers(c: "Config") -> None:
     _number("load_timeout", c.load_timeout, 0, 86400, above=True)
     _number("tolerance", c.tolerance, 0, 1)
     _number("cold_share", c.cold_share, 0, 0.5)
-    if c.prediction_lookahead not in (None, "auto"): _number("prediction_lookahead", c.prediction_lookahead, 0, 64, whole=True)
+    far = c.prediction_lookahead
+    if far is not None and not (isinstance(far, str) and far == "auto"): _number("prediction_lookahead", far, 0, 64, whole=True)
 
 # %% ../nbs/00_config.ipynb #18abc903
 def _budget(key: str, x: Any, parse: Callable[[Any], Any] = parse_budget) -> Any:

@@ -156,7 +156,7 @@ GENERATE = {
     "set without value": (["--set", "preload"], "KEY=VALUE"),
     "set unknown": (["--set", "io_thread=2"], "io_threads"),
     "set wrong": (["--set", "io_threads=many"], "io_threads"),
-    "set later": (["--set", "strict=false"], "strict"),
+    "set neither": (["--set", "strict=maybe"], "strict"),
     "no config file": (["--config", "/no/such.toml"], "no/such.toml"),
     "odd config file": (["--config", "/etc/hostname"], "json or .toml"),
     "device": (["--device", "cuda:9"], "cuda"),
