@@ -841,7 +841,7 @@ def test_bad_prompts(path):
         ("dtype", "int8", "int8"),
         ("context", 0, "context"),
         ("load_timeout", -1, "load_timeout"),
-        ("strict", False, "strict"),
+        ("strict", "maybe", "strict"),
     ],
 )
 def test_bad_settings(key, value, pattern, path):
