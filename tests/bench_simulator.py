@@ -63,7 +63,9 @@ class Watched:
 
 
 def load(path, budget, **settings):
-    return ExpertFlow.from_pretrained(path, gpu_memory_budget=budget, context=512, **settings)
+    # the simulator's forecast is learned from the routing, which is all that a trace has
+    settings = {"gpu_memory_budget": budget, "context": 512, "forecast_model_path": "routing"} | settings
+    return ExpertFlow.from_pretrained(path, **settings)
 
 
 @torch.no_grad()
