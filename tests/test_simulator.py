@@ -163,8 +163,8 @@ def test_bytes_and_time_add_up(seed, per_layer, slots):
     assert r.seconds >= r.byte_bound
 
 
-def test_a_million_layer_steps_in_a_minute():
-    "In processor time, since others may be using the machine; here a tenth of it."
+def test_a_layer_step_costs_a_few_calls_of_numpy():
+    "A million in a minute are 60 us each; machines differ, so the measure is the sorting of as many numbers as there are slots."
     rng = RNG(0)
     ids = rng.zipf(1.3, (4300, 24, 16)) % 32
     pairs = [(layer, list(dict.fromkeys(row))[:4]) for token in ids.tolist() for layer, row in enumerate(token)]
@@ -173,7 +173,10 @@ def test_a_million_layer_steps_in_a_minute():
     r = simulate(steps, 192, "lru", judge=False)
     spent = time.process_time() - start
     assert len(steps) > 100_000 and r.misses > 0
-    assert spent / len(steps) < 60e-6, f"{spent / len(steps) * 1e6:.0f} us for a layer-step"
+    scores, start = np.random.default_rng(0).random(192), time.process_time()
+    for _ in range(20_000): np.argsort(scores, kind="stable")
+    unit = (time.process_time() - start) / 20_000
+    assert spent / len(steps) < 45 * unit, f"{spent / len(steps) * 1e6:.0f} us for a layer-step, {unit * 1e6:.1f} us to sort"
 
 
 def test_what_cannot_be_is_refused():
