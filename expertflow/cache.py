@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-# %% ../nbs/05_cache.ipynb #3506b648
+# %% ../nbs/05_cache.ipynb #313a36ed
 @dataclass
 class LayerStep:
     "One MoE layer and the experts that the current token block needs there."
@@ -26,7 +26,7 @@ class LayerStep:
     misses: list[int]  # needed and absent, ascending; they leave this list when they are given a slot
     pinned: set[int] = field(default_factory=set)  # experts that this step holds in place
     n_missed: int = 0  # how many experts were missing at the beginning
-    late: set[int] = field(default_factory=set)  # hits that a prefetch was still bringing
+    late: set[int] = field(default_factory=set)  # hits that were still on their way: prefetched, or left by a step that broke off
 
 @dataclass(frozen=True)
 class Load:
@@ -128,7 +128,7 @@ class Watcher(Protocol):
     def leaves(self, slot: int) -> None:
         "The owner of `slot` loses it."
 
-# %% ../nbs/05_cache.ipynb #89e06013
+# %% ../nbs/05_cache.ipynb #3cc16f60
 PASSES = 16  # whose layer-steps are remembered for a policy that comes later
 
 class Books(Residency):
@@ -146,13 +146,12 @@ class Books(Residency):
         if self.watcher is not None:
             self.watcher.uses(layer, hits, misses)
 
-    def needed(self, slots: list[int]) -> np.ndarray:  # bool: which of them a prefetch is still filling
+    def needed(self, slots: list[int]) -> None:
         "Settles which prefetches have paid."
         late = self.fresh[slots] & self.loading[slots]
         self.count.late += int(late.sum())
         self.count.in_time += int(self.fresh[slots].sum() - late.sum())
         self.fresh[slots] = False
-        return late
 
     def call_off(self, slot: int) -> None:
         "Nothing will be written into the slot, which the caller is about to empty."
@@ -196,7 +195,7 @@ def spare(n_slots: int, total: int, threshold: float) -> int:
     "Slots that the threshold wants free after a layer-step; none if all experts fit."
     return 0 if n_slots >= total else n_slots - int(threshold * n_slots)
 
-# %% ../nbs/05_cache.ipynb #ba0e0dfe
+# %% ../nbs/05_cache.ipynb #3bb36688
 class ExpertCache(Books):
     "Residency of `[layer, expert]` over shared slots, driven one layer-step at a time."
 
@@ -225,7 +224,9 @@ class ExpertCache(Books):
         self.count.misses += len(misses)
         slots = [row[e] for e in hits]
         self.pins[slots] += 1
-        late = set(compress(hits, self.needed(slots))) if self.count.prefetched else set()
+        late = set(compress(hits, self.loading[slots]))
+        if self.count.prefetched:
+            self.needed(slots)
         self.settled(layer)
         observed(self, layer, hits + misses)
         return LayerStep(layer, hits, sorted(misses), set(hits), len(misses), late)

@@ -515,7 +515,7 @@ class Tables(Whole):
         except KeyError:
             return self._views[layer].setdefault(slot, self.store.views(layer, self.slab[slot]))
 
-# %% ../nbs/10_runtime.ipynb #66dce625
+# %% ../nbs/10_runtime.ipynb #4725b9f0
 class Starts(Tables):
     "The part of the runtime that starts loads, and waits for them."
 
@@ -526,13 +526,13 @@ class Starts(Tables):
         self.executor.start(load, urgent)
 
     def wait(self, step: LayerStep, load: Load) -> None:
-        "Waits for a load. One that was only a guess and has failed is done again, now that somebody needs it."
-        guessed = load.expert in step.late
+        "Waits for a load. One that this step did not ask for and that has failed is done again, now that somebody needs it."
+        found = load.expert in step.late
         step.late.discard(load.expert)
         try:
             self.executor.wait(load.slot)
         except Exception:
-            if not guessed or not self.executor.ready(load.slot):
+            if not found or not self.executor.ready(load.slot):
                 raise
             self.cache.count.loads += 1
             self.start(load)

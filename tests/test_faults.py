@@ -484,6 +484,34 @@ def test_a_stuck_read(mode, threads, path, want, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_a_read_that_outlives_its_request_and_fails_is_done_again(mode, path, want, monkeypatch):
+    "The next request finds the expert on its way; that the disk failed for the last one is not its affair."
+    with load(path, mode, "25%", io_threads=2) as flow:
+        disk, gate, seen = Disk(flow, monkeypatch), threading.Event(), []
+
+        def rule(at):
+            seen.append(at)
+            if len(seen) == 1:  # the first fails at once
+                raise OSError(errno.EIO, "boom")
+            if len(seen) == 2:  # the second when nobody waits any more
+                gate.wait(60)
+                raise OSError(errno.EIO, "stale")
+
+        disk.rule = rule
+        with pytest.raises(LoadError, match="boom"):
+            flow.model(X)
+        cache = flow.runtime.cache
+        left = cache.loading.sum()
+        assert left >= 1 and not cache.pins.any()
+        before = cache.count.loads
+        timer = threading.Timer(0.3, gate.set)  # the next request waits for it by then
+        timer.start()
+        works(flow, want, mode)
+        timer.join()
+        assert len(seen) > 2 and cache.count.loads > before
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_one_read_hangs_for_a_while(mode, path, want, monkeypatch):
     "Other requests that do not need this expert go on in the slots that are left."
     with load(path, mode, "25%", load_timeout=0.4) as flow:
