@@ -613,6 +613,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'expertflow.flow.threshold_of': ('flow.html#threshold_of', 'expertflow/flow.py'),
                                  'expertflow.flow.tolerances': ('flow.html#tolerances', 'expertflow/flow.py'),
                                  'expertflow.flow.warmup_of': ('flow.html#warmup_of', 'expertflow/flow.py'),
+                                 'expertflow.flow.weights_of': ('flow.html#weights_of', 'expertflow/flow.py'),
                                  'expertflow.flow.with_block': ('flow.html#with_block', 'expertflow/flow.py'),
                                  'expertflow.flow.with_predictor': ('flow.html#with_predictor', 'expertflow/flow.py'),
                                  'expertflow.flow.without_cold': ('flow.html#without_cold', 'expertflow/flow.py')},

@@ -156,13 +156,14 @@ def _number(
     if hi < _MANY or (number and x > hi): span += f" and at most {hi:g}"
     raise _fail(key, x, f"must be {'a whole number' if whole else 'a number'} {span}")
 
-# %% ../nbs/00_config.ipynb #d245def7
+# %% ../nbs/00_config.ipynb #c5177ec1
 WEIGHTS = {"prediction_prob": 0.6, "recency": 0.3, "transfer_cost": 0.1}
 
 
-def _weights(key: str, x: object) -> dict[str, float]:
-    "The three weights, complete and checked."
-    if not isinstance(x, Mapping): raise _fail(key, x, f"must be a table with {', '.join(WEIGHTS)}")
+def _weights(key: str, x: object) -> dict[str, float] | str:
+    "The three weights, complete and checked; or \"auto\"."
+    if x == "auto": return "auto"
+    if not isinstance(x, Mapping): raise _fail(key, x, f"must be a table with {', '.join(WEIGHTS)}; or \"auto\"")
     for name, w in x.items():
         if name not in WEIGHTS: raise _fail(key, dict(x), f"unknown weight {_show(name)}; {_nearest(name, list(WEIGHTS))}")
         _number(f"{key}.{name}", w, 0, 1)
@@ -266,7 +267,7 @@ def _path(key: str, x: object, what: str = "a folder or a model's name") -> str 
     if not isinstance(x, (str, Path)) or not str(x).strip(): raise _fail(key, x, f"must be {what}")
     return str(x)
 
-# %% ../nbs/00_config.ipynb #7108a2cc
+# %% ../nbs/00_config.ipynb #b7a74617
 @dataclass(frozen=True)
 class Config:
     "All settings, checked; `Config.make` builds one from a dict, a file and keyword arguments."
@@ -278,7 +279,7 @@ class Config:
     batch: int = 1                          # sequences at a time
     token_block_size: Any = None            # tokens that share one loading of an expert; None: all; "auto": as memory allows
     eviction_policy: str = "priority_based"
-    priority_weights: Mapping[str, float] = field(default_factory=WEIGHTS.copy)
+    priority_weights: Mapping[str, float] | str = field(default_factory=WEIGHTS.copy)   # "auto": by the link as measured
     eviction_threshold: float | None = None # share of the slots filled when eviction starts; None: 1, when all are
     warmup_steps: int | None = None         # layer-steps without eviction; None: twice the MoE layers
     prediction_model_path: str | None = None    # a trained one's file, or "gate": routers alone; None: the best there is

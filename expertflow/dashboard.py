@@ -288,7 +288,7 @@ def labels(flow: ExpertFlow, at: Limits) -> dict[str, str]:
         "tolerance": "tolerance, share of routing weight, 0 to 0.5",
     }  # fmt: skip
 
-# %% ../nbs/13a_dashboard.ipynb #6e93997f
+# %% ../nbs/13a_dashboard.ipynb #eedd0c07
 def wanted(c: Mapping[str, Any], name: str) -> dict[str, Any]:
     "The setting that a control stands for."
     value = c[name].value
@@ -306,7 +306,7 @@ def in_force(flow: ExpertFlow, now: Now) -> dict[str, Any]:
     return {
         "budget": round(100 * flow.plan.slots / flow.plan.total_experts),
         "policy": cfg.eviction_policy, "block": cfg.token_block_size or 0,
-        "prefetch": bool(cfg.lookahead), "ahead": cfg.lookahead or None, **cfg.priority_weights, "threshold": cache.threshold,
+        "prefetch": bool(cfg.lookahead), "ahead": cfg.lookahead or None, **flow.weights, "threshold": cache.threshold,
         "warmup": cache.warmup_steps, "strict": cfg.strict, "strict_layers": tuple(cfg.strict_layers), "tolerance": cfg.tolerance,
     }  # fmt: skip
 

@@ -7,12 +7,12 @@ __all__ = ['find_checkpoint', 'Room', 'look_around', 'plan_for', 'with_block', '
            'heat_order', 'preload', 'host_slots', 'make_executor', 'break_stream', 'Clock', 'Generation', 'Watch',
            'Requests', 'longest', 'prompt_of', 'around_generate', 'Parts', 'Many', 'ExpertFlow', 'open_dashboard',
            'load_tokenizer', 'load', 'open_books', 'one_line', 'load_model', 'threshold_of', 'warmup_of', 'paths_of',
-           'evictor_for', 'tolerances', 'segment_slots', 'build_runtime', 'with_predictor', 'foresee', 'see_paths',
-           'Ready', 'adjust', 'make_ready', 'room_now', 'put_into_effect', 'move_budget', 'encode', 'stream_text',
-           'kv_memory', 'encode_all', 'stream_texts', 'Report', 'measured_peak', 'prediction_line', 'forecast_line',
-           'make_report', 'skipped_text', 'changed_text', 'report_table']
+           'weights_of', 'evictor_for', 'tolerances', 'segment_slots', 'build_runtime', 'with_predictor', 'foresee',
+           'see_paths', 'Ready', 'adjust', 'make_ready', 'room_now', 'put_into_effect', 'move_budget', 'encode',
+           'stream_text', 'kv_memory', 'encode_all', 'stream_texts', 'Report', 'measured_peak', 'prediction_line',
+           'forecast_line', 'make_report', 'skipped_text', 'changed_text', 'report_table']
 
-# %% ../nbs/10b_flow.ipynb #0a868eb4
+# %% ../nbs/10b_flow.ipynb #5464fd4f
 import contextlib
 import functools
 import importlib
@@ -44,8 +44,8 @@ from .blocks import auto_block
 from .bundled import NAMES, ensure
 from .cache import Evictor, ExpertCache, LayerStep, Successor, admit, end, spare
 from .checkpoint import Checkpoint, ExpertStore, check_supported, quantisation, unpacking
-from .config import BudgetError, CheckpointError, Config, ConfigError, ExpertFlowError, Share, Source, fmt_bytes
-from .evictor import make_evictor
+from .config import WEIGHTS, BudgetError, CheckpointError, Config, ConfigError, ExpertFlowError, Share, Source, fmt_bytes
+from .evictor import make_evictor, weights_for
 from .forecast import PredictedForecast
 from .foresight import Foresight, before_pass, make_predictor, predictor_bytes, predictor_file
 from .hardware import device_memory, give_back_freed, keep_few_kernels, memory_available, peak_rss, pick_device, rss
@@ -408,7 +408,7 @@ def around_generate(cls: type[PreTrainedModel], flow: "Callable[[], ExpertFlow]"
 
     return {"generate": generate, "_prepare_cache_for_generation": _prepare_cache_for_generation}
 
-# %% ../nbs/10b_flow.ipynb #9c3d4231
+# %% ../nbs/10b_flow.ipynb #63cc1857
 class Parts:
     "What a loaded model consists of, and how it is closed."
 
@@ -422,6 +422,7 @@ class Parts:
     checkpoint: Checkpoint
     host_slots = 0
     cold: Sequence[tuple[int, int]] = ()  # (layer, expert) that stay on the host
+    weights: Mapping[str, float] = WEIGHTS  # of the priority policy, in force
 
     def __init__(self, path: Path, config: Config, plan: Plan, inv: Inventory, room: Room):
         self.path, self.plan, self.inventory, self.room = path, plan, inv, room
@@ -557,7 +558,7 @@ def _config_of(model: Any, config: Source, settings: dict[str, Any]) -> Config:
 _OURS = {"dtype": "dtype", "torch_dtype": "dtype", "device_map": "device"}
 _OURS |= {"experts_implementation": "experts_implementation"}
 
-# %% ../nbs/10b_flow.ipynb #81f1016f
+# %% ../nbs/10b_flow.ipynb #812a8a75
 def load(cfg: Config, model_kwargs: dict[str, Any]) -> ExpertFlow:
     "The whole of `from_pretrained`."
     for key in model_kwargs.keys() & _OURS.keys():
@@ -583,6 +584,8 @@ def load(cfg: Config, model_kwargs: dict[str, Any]) -> ExpertFlow:
         if cfg.preload:
             order = heat_order(path, flow.runtime.store.num_experts)
             preload(flow.runtime, [x for x in order if x not in set(cold)])
+        if cfg.priority_weights == "auto" and cfg.eviction_policy == "priority_based":  # now there is something to go by
+            put_into_effect(flow, make_ready(flow, cfg, {"priority_weights"}, "", False))
         if (look := foresee(flow, cfg, ckpt)) is not None:
             flow.foresight = look()
         if (see := see_paths(flow, cfg, flow.forecast)) is not None:
@@ -649,7 +652,7 @@ def load_model(flow: ExpertFlow, ckpt: Checkpoint, model_kwargs: dict[str, Any])
 def _gone() -> ExpertFlow:
     raise ExpertFlowError("the ExpertFlow object of this model is gone; keep a reference to it while you use the model")
 
-# %% ../nbs/10b_flow.ipynb #6c74eaac
+# %% ../nbs/10b_flow.ipynb #97f44075
 def threshold_of(cfg: Config) -> float:
     "The eviction threshold in effect."
     if cfg.eviction_threshold is not None:
@@ -664,11 +667,19 @@ def paths_of(cfg: Config, ckpt: Checkpoint) -> Path | None:
     "The file of the path predictor that the configuration asks for."
     return path_file(cfg.forecast_model_path, ckpt) if cfg.eviction_policy == "forecast" else None
 
-def evictor_for(cfg: Config, store: ExpertStore, paths: Path | None) -> tuple[Evictor, PredictedForecast | None]:
+def weights_of(cfg: Config, executor: Executor | None = None) -> Mapping[str, float]:
+    "Of the priority policy; \"auto\": by the rate at which experts have arrived so far, the usual ones before the first."
+    if not isinstance(cfg.priority_weights, str):
+        return cfg.priority_weights
+    return weights_for(executor.carried / executor.busy) if executor and executor.busy else WEIGHTS
+
+def evictor_for(
+    cfg: Config, store: ExpertStore, paths: Path | None, weights: Mapping[str, float]
+) -> tuple[Evictor, PredictedForecast | None]:
     "The policy that the configuration names, and the forecast that has to be kept up to date for it, if there is one."
     sizes = [[store.layout[name].nbytes] * n for name, n in zip(store.layers, store.num_experts, strict=True)]
     forecast = PredictedForecast(store.num_experts, HORIZONS) if paths else None
-    return make_evictor(cfg.eviction_policy, sizes, cfg.priority_weights, forecast=forecast), forecast
+    return make_evictor(cfg.eviction_policy, sizes, weights, forecast=forecast), forecast
 
 def tolerances(cfg: Config, n_layers: int) -> dict[int, float]:  # MoE layer -> share of routing weight
     "What may be left out where; strict layers are not in it."
@@ -683,7 +694,7 @@ def segment_slots(plan: Plan, experts: int) -> int:
         return experts
     return max(1, 256_000_000 // plan.slot_bytes)
 
-# %% ../nbs/10b_flow.ipynb #c3ef3bb5
+# %% ../nbs/10b_flow.ipynb #91b54caa
 def build_runtime(store: ExpertStore, flow: ExpertFlow) -> Runtime:
     "Slots, cache, policy and executor for a plan."
     cfg, plan = flow.config, flow.plan
@@ -692,7 +703,8 @@ def build_runtime(store: ExpertStore, flow: ExpertFlow) -> Runtime:
             f"the plan has {plan.total_experts} experts of {plan.slot_bytes} B, the checkpoint {sum(store.num_experts)} "
             f"of {store.slot_bytes} B: a fault in ExpertFlow, please report it with the model's config.json"
         )
-    evictor, flow.forecast = evictor_for(cfg, store, paths_of(cfg, flow.checkpoint))
+    flow.weights = weights_of(cfg)
+    evictor, flow.forecast = evictor_for(cfg, store, paths_of(cfg, flow.checkpoint), flow.weights)
     n_layers = len(store.layers)
     cache = ExpertCache(store.num_experts, plan.slots, evictor, threshold_of(cfg), warmup_of(cfg, n_layers))
     for layer, e in flow.cold:
@@ -747,7 +759,7 @@ def see_paths(flow: ExpertFlow, cfg: Config, forecast: PredictedForecast | None)
 
     return ready_sight(file, flow.model, find_taps(flow.model), forecast, flow.runtime.lock, tell)
 
-# %% ../nbs/10b_flow.ipynb #1c9eee24
+# %% ../nbs/10b_flow.ipynb #5b142d6e
 @dataclass(frozen=True)
 class Ready:
     "What a new configuration needs, made while the old one is in force. None: stays as it is."
@@ -756,6 +768,7 @@ class Ready:
     inventory: Inventory
     tolerance: dict[int, float]
     plan: Plan | None
+    weights: Mapping[str, float]  # of the priority policy
     heir: Successor | None  # the policy to come
     see: Callable[[], PathSight] | None  # what keeps its forecast up to date
     predicts: bool  # somebody looks ahead
@@ -771,7 +784,7 @@ def adjust(flow: ExpertFlow, changes: Mapping[str, Any], cfg: Config) -> int:  #
     ready = make_ready(flow, cfg, differ, ", ".join(f"{k}={v}" for k, v in changes.items()), "gpu_memory_budget" in changes)
     return flow.runtime.between(functools.partial(put_into_effect, flow, ready))
 
-# %% ../nbs/10b_flow.ipynb #06817d93
+# %% ../nbs/10b_flow.ipynb #0b442e46
 def make_ready(flow: ExpertFlow, cfg: Config, differ: Set[str], asked: str, anew: bool) -> Ready:
     "The first part, which may take its time and may refuse. `anew`: plan again even if the budget is spelled as before."
     rt, inv = flow.runtime, flow.inventory
@@ -784,13 +797,14 @@ def make_ready(flow: ExpertFlow, cfg: Config, differ: Set[str], asked: str, anew
     if anew or differ & _MEMORY or inv.dense_bytes != flow.inventory.dense_bytes:
         plan = plan_for(inv, cfg, room_now(flow, cfg), flow.plan.staging, len(flow.cold))
     look = foresee(flow, cfg, flow.checkpoint) if differ & _SIGHT else None
-    heir = see = None
+    heir, see, weights = None, None, flow.weights
     if differ & _POLICY:
-        evictor, forecast = evictor_for(cfg, rt.store, paths_of(cfg, flow.checkpoint))
+        weights = weights_of(cfg, rt.executor)
+        evictor, forecast = evictor_for(cfg, rt.store, paths_of(cfg, flow.checkpoint), weights)
         heir, see = Successor(evictor), see_paths(flow, cfg, forecast)
         for _ in range(3):
             heir.catch_up(rt.cache)
-    return Ready(cfg, asked, inv, tolerance, plan, heir, see, bool(cfg.lookahead), look)
+    return Ready(cfg, asked, inv, tolerance, plan, weights, heir, see, bool(cfg.lookahead), look)
 
 def room_now(flow: ExpertFlow, cfg: Config) -> Room:
     "On an accelerator, what was free before the model came; on the CPU the process counts as free."
@@ -798,7 +812,7 @@ def room_now(flow: ExpertFlow, cfg: Config) -> Room:
         return flow.room
     return Room(look_around(flow.device, cfg.reserve, flow.inventory.dtype).available, flow.room.system)
 
-# %% ../nbs/10b_flow.ipynb #98127e9f
+# %% ../nbs/10b_flow.ipynb #c6f587d5
 def put_into_effect(flow: ExpertFlow, new: Ready) -> int:  # layer-steps so far
     "Between two layer-steps."
     rt, cfg = flow.runtime, new.config
@@ -813,6 +827,7 @@ def put_into_effect(flow: ExpertFlow, new: Ready) -> int:  # layer-steps so far
     cache.keep_free = min(spare(cache.n_slots, cache.total, cache.threshold), cache.n_slots - plan.min_slots)
     if new.heir is not None:
         new.heir.take_over(cache)
+        flow.weights = new.weights
         if flow.sight:
             flow.sight.close()
         flow.sight = new.see() if new.see else None
@@ -995,7 +1010,7 @@ def prediction_line(r: Report) -> str:
     guard = f"; {plan['state']}, switched {plan['switched']} times, saved {plan['saved']:.2f} s" if (plan := p["planner"]) else ""
     return f"prediction {Path(p['predictor']).stem}, {named}; {loads}{guard}; {p['seconds'] / seconds:.1%} of the time"
 
-# %% ../nbs/10b_flow.ipynb #2b59a014
+# %% ../nbs/10b_flow.ipynb #e4171e1d
 def forecast_line(f: Mapping[str, Any]) -> str:
     but = f"; not the last one: {f['problem']}" if f["problem"] else ""
     return f"forecast   by a path predictor, {f['passes']} passes{but}"
@@ -1004,6 +1019,7 @@ def make_report(flow: ExpertFlow) -> Report:
     rt = flow.runtime
     chosen: dict[str, Any] = {"device": str(flow.device), "dtype": str(flow.model.dtype).removeprefix("torch.")}
     chosen |= {"warmup_steps": rt.cache.warmup_steps, "eviction_threshold": rt.cache.threshold}
+    chosen |= {"priority_weights": dict(flow.weights)}
     chosen |= {"prediction_lookahead": flow.config.prediction_lookahead if flow.config.lookahead else 0}
     config = flow.config.as_dict() | chosen
     count = asdict(rt.cache.count) | {"slots": rt.cache.n_slots, "resident": rt.cache.n_slots - len(rt.cache.free)}

@@ -14,7 +14,7 @@ import expertflow.flow
 from expertflow.cache import ABSENT, ExpertCache, Successor, admit, balance, check, choose_victims, done, end, loaded
 from expertflow.cli import main
 from expertflow.config import POLICIES, BudgetError, ConfigError, ExpertFlowError
-from expertflow.evictor import ARC, LRU, Frequency, make_evictor
+from expertflow.evictor import ARC, LRU, Frequency, make_evictor, weights_for
 from expertflow.flow import ExpertFlow
 from expertflow.forecast import PredictedForecast
 from expertflow.live import FIXED, LIVE
@@ -634,3 +634,19 @@ def test_the_command_line_follows_a_file(path, tmp_path, capsys, monkeypatch):
     live.write_text("nonsense = = 1")
     assert main([*args, "--live", str(live)]) == 2  # wrong from the start: said at once, nothing is written
     assert main([*args, "--live", str(tmp_path / "none.toml")]) == 2
+
+
+@pytest.mark.parametrize(("link", "recency"), [("0.05GB/s", 0.6), (None, None)])
+def test_weights_that_follow_the_link(link, recency, path):
+    "The article's rule by the measured rate, at loading and when asked for later; a slow link leans on recency."
+    with load(path, priority_weights="auto", paced_link=link) as flow:
+        cache, executor = flow.runtime.cache, flow.runtime.executor
+        assert dict(flow.weights) == weights_for(executor.carried / executor.busy) and flow.config.priority_weights == "auto"
+        assert recency is None or flow.weights["recency"] == pytest.approx(recency)
+        assert (cache.evictor.w_p, cache.evictor.w_r) == (flow.weights["prediction_prob"], flow.weights["recency"])
+        assert flow.report().config["priority_weights"] == flow.weights
+        flow.set(priority_weights={"recency": 1.0})
+        assert cache.evictor.w_r == 1 == flow.weights["recency"]
+        flow.set(priority_weights="auto")
+        assert dict(flow.weights) == weights_for(executor.carried / executor.busy)
+        assert cache.evictor.w_r == flow.weights["recency"]
