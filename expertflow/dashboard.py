@@ -73,7 +73,7 @@ def marks(rt: Runtime) -> Marks:
     n = rt.cache.count
     return Marks(n.hits, n.in_time, n.late, n.misses, n.skipped, rt.traffic.bytes_loaded, rt.traffic.stall)
 
-# %% ../nbs/13a_dashboard.ipynb #32bfb324
+# %% ../nbs/13a_dashboard.ipynb #f6b430f6
 _TURNS: "weakref.WeakKeyDictionary[ExpertFlow, threading.Lock]" = weakref.WeakKeyDictionary()
 
 class Speaker:
@@ -101,7 +101,7 @@ class Speaker:
 
     def _run(self, prompt: str, kwargs: dict[str, Any]) -> None:
         try:
-            for piece in self.flow.stream(prompt, stopping_criteria=[self.meter], **kwargs):
+            for piece in self.flow.stream(prompt, stop=self.meter.over, stopping_criteria=[self.meter], **kwargs):
                 self.text += piece
         except BaseException as e:  # nobody sees it in a thread: the panel shows it
             self.error = f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
@@ -110,7 +110,7 @@ class Speaker:
             self.turn.release()
 
     def stop(self) -> None:
-        "After the token under way."
+        "After the token under way; while the prompt is read, after the layer under way."
         self.meter.over.set()
 
     def wait(self, timeout: float = 60.0) -> bool:  # seconds; whether it has ended

@@ -12,7 +12,7 @@ __all__ = ['find_checkpoint', 'Room', 'look_around', 'plan_for', 'with_block', '
            'stream_text', 'kv_memory', 'encode_all', 'stream_texts', 'Report', 'measured_peak', 'prediction_line',
            'forecast_line', 'make_report', 'skipped_text', 'changed_text', 'report_table']
 
-# %% ../nbs/10b_flow.ipynb #5464fd4f
+# %% ../nbs/10b_flow.ipynb #704401f4
 import contextlib
 import functools
 import importlib
@@ -56,7 +56,7 @@ from .mover import AcceleratorExecutor, CpuExecutor, Executor, Link, Slab
 from .paths import HORIZONS
 from .pathsight import PathSight, path_bytes, path_file, ready_sight
 from .planner import Planner
-from .runtime import Runtime, offloaded
+from .runtime import Runtime, Stopped, halting, offloaded
 from .taps import find_taps
 from .trace import named_cold
 
@@ -474,7 +474,7 @@ class Many(Parts):
         "Number and answer of each prompt, as they are finished. Sequences that use the same experts go together."
         return stream_texts(self, prompts, block, progress, kwargs)
 
-# %% ../nbs/10b_flow.ipynb #2fe97862
+# %% ../nbs/10b_flow.ipynb #0cf21259
 class ExpertFlow(Many):
     "A mixture-of-experts model under a memory budget. Make one with `ExpertFlow.from_pretrained`."
 
@@ -500,7 +500,8 @@ class ExpertFlow(Many):
         return "".join(self.stream(prompt, **kwargs))
 
     def stream(self, prompt: Any, **kwargs: Any) -> Iterator[str]:
-        "The same, piece by piece. An error in the model is raised here."
+        """The same, piece by piece. An error in the model is raised here. `stop`, a `threading.Event`, ends it when set: after
+        the token under way, and while the prompt is read after the layer under way."""
         return stream_text(self, prompt, kwargs)
 
     def report(self) -> "Report":
@@ -884,7 +885,7 @@ def encode(flow: Many, prompt: Any) -> dict[str, Tensor]:
         raise ExpertFlowError("this model's tokenizer has no chat template: give the prompt as one text")
     return {k: v.to(flow.device) for k, v in enc.items() if k in ("input_ids", "attention_mask")}
 
-# %% ../nbs/10b_flow.ipynb #b3b7eeec
+# %% ../nbs/10b_flow.ipynb #4ec7a33b
 def stream_text(flow: ExpertFlow, prompt: Any, kwargs: dict[str, Any]) -> Iterator[str]:
     "Runs `generate` in a thread and yields text as it comes; what it raises is raised here, after the thread has ended."
     for key in kwargs.keys() & {"streamer", "inputs", "input_ids", "inputs_embeds"}:
@@ -893,13 +894,14 @@ def stream_text(flow: ExpertFlow, prompt: Any, kwargs: dict[str, Any]) -> Iterat
         if (n := kwargs.get(key)) not in (None, 1):
             raise ExpertFlowError(f"{key}={n!r}: text can be streamed of one sequence only; use flow.model.generate")
     streamer = TextIteratorStreamer(flow.tokenizer, skip_prompt=True, skip_special_tokens=True)
-    stop = threading.Event()
-    criteria = [*(kwargs.pop("stopping_criteria", None) or []), _Stop(stop)]
+    stop = _Stop(kwargs.pop("stop", None))
+    criteria = [*(kwargs.pop("stopping_criteria", None) or []), stop]
     inputs = encode(flow, prompt) | kwargs
 
     def run() -> None:
         try:
-            flow.model.generate(streamer=streamer, stopping_criteria=criteria, **inputs)
+            with halting(stop.early):
+                flow.model.generate(streamer=streamer, stopping_criteria=criteria, **inputs)
         except BaseException as e:
             break_stream(streamer, e)  # once more than `generate` itself, should it not have come that far
 
@@ -907,18 +909,30 @@ def stream_text(flow: ExpertFlow, prompt: Any, kwargs: dict[str, Any]) -> Iterat
     thread.start()
     try:
         yield from streamer
+    except Stopped:  # as asked
+        pass
     finally:  # also when the reader goes away early
-        stop.set()
+        stop.gone.set()
         thread.join()
 
 class _Stop:
-    "A stopping criterion that somebody else can pull."
+    "A stopping criterion that the reader pulls by going away, and somebody else by an event of theirs."
 
-    def __init__(self, event: threading.Event):
-        self.event = event
+    def __init__(self, event: threading.Event | None):
+        if event is not None and not hasattr(event, "is_set"):
+            raise ExpertFlowError(f"stop={event!r}: give a threading.Event, to be set by whoever wants to stop")
+        self.gone, self.event, self.begun = threading.Event(), event, False
+
+    def asked(self) -> bool:
+        return self.gone.is_set() or (self.event is not None and self.event.is_set())
+
+    def early(self) -> bool:
+        "Whether to stop while there is no token yet."
+        return not self.begun and self.asked()
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        return torch.full((len(input_ids),), self.event.is_set(), device=input_ids.device)
+        self.begun = True
+        return torch.full((len(input_ids),), self.asked(), device=input_ids.device)
 
 # %% ../nbs/10b_flow.ipynb #8e4a3f5c
 def kv_memory(requests: Requests) -> Memory:

@@ -7,8 +7,8 @@ __all__ = ['Batches', 'Views', 'Prefetcher', 'T', 'BuildRuntime', 'Step', 'waves
            'one_row', 'Stand', 'stand_in', 'slot_rows', 'Fetched', 'Whole', 'all_resident', 'HostCost',
            'cheaper_on_host', 'ByHost', 'by_host', 'measure_cost', 'ExpertParam', 'InOrder', 'eager_forward', 'repair',
            'Traffic', 'Skipped', 'Tables', 'Starts', 'Loads', 'Driven', 'Guesses', 'Between', 'Room', 'Steps',
-           'Runtime', 'ForwardOnly', 'leave_out', 'without', 'compute', 'expertflow_experts', 'strip', 'attach', 'lost',
-           'own_memory', 'offloaded']
+           'Runtime', 'ForwardOnly', 'leave_out', 'without', 'Stopped', 'halting', 'compute', 'expertflow_experts',
+           'strip', 'attach', 'lost', 'own_memory', 'offloaded']
 
 # %% ../nbs/10_runtime.ipynb #94816234
 import ctypes
@@ -847,10 +847,27 @@ def without(weights: Tensor, out: Tensor, rescale: bool = False) -> Tensor:  # [
     kept = weights.masked_fill(out, 0)
     return kept * (weights.sum(-1, keepdim=True) / kept.sum(-1, keepdim=True)) if rescale else kept
 
-# %% ../nbs/10_runtime.ipynb #4426f178
+# %% ../nbs/10_runtime.ipynb #ae51ea5f
+class Stopped(ExpertFlowError):
+    "The request was stopped while its prompt was being read."
+
+_HALT = threading.local()
+
+@contextmanager
+def halting(asked: Callable[[], bool]) -> Iterator[None]:
+    "What this thread computes ends with `Stopped` at the first layer-step at which `asked()`."
+    _HALT.asked = asked
+    try:
+        yield
+    finally:
+        del _HALT.asked
+
+# %% ../nbs/10_runtime.ipynb #9c3f06a3
 def compute(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     "The layer's experts, by the way that gives the bits of its reference."
     rt, layer = module._expertflow
+    if (asked := getattr(_HALT, "asked", None)) is not None and asked():
+        raise Stopped("stopped while the prompt was being read")
     if rt.jobs:
         rt.catch_up()
     in_registry = hasattr(type(module).forward, "__wrapped__")

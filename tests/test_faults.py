@@ -460,6 +460,28 @@ def test_a_consumer_that_stops_early(path, want):
         works(flow, want)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_stop_while_the_prompt_is_read(mode, path, want):
+    "Ends at the next layer, without an error and without a token; what comes after is as ever."
+    with load(path, mode) as flow:
+        threads, stop, steps = ours(), threading.Event(), flow.runtime.cache.count.steps
+        blocks = flow.model.model.layers
+        hook = blocks[0].register_forward_hook(lambda *_: stop.set())
+        assert list(flow.stream("The quick brown fox", max_new_tokens=20, stop=stop)) == []
+        hook.remove()
+        run, done = flow.generations[-1], flow.runtime.cache.count.steps - steps
+        assert done == 1 < len(blocks) and run.new_tokens == 0 and "stopped while the prompt" in run.error and ours() == threads
+        stop.clear()
+        pieces = []
+        for piece in flow.stream("The quick brown fox", max_new_tokens=30, do_sample=False, stop=stop):  # and after some tokens
+            pieces.append(piece)
+            stop.set()
+        assert pieces and 0 < flow.generations[-1].new_tokens < 30 and flow.generations[-1].error is None
+        with pytest.raises(ExpertFlowError, match=r"stop=True: give a threading.Event"):
+            list(flow.stream("fox", stop=True))
+        works(flow, want, mode)
+
+
 # ---- reads that hang ----
 
 
