@@ -306,18 +306,18 @@ class Watch:
         r.error = f"{type(error).__name__}: {error}" if error else None
         return r
 
-# %% ../nbs/10b_flow.ipynb #aad0ff67
+# %% ../nbs/10b_flow.ipynb #aaaa5044
 class Requests:
     "The KV caches of the requests that run now, against the ledger."
 
     def __init__(self, inv: Inventory, plan: Plan, ledger: Ledger, block: int | None):
         self.inv, self.plan, self.ledger, self.block = inv, plan, ledger, block
-        self.taken: dict[int, int] = {}  # thread -> bytes
-        self.lock = threading.Lock()
+        self.taken: dict[object, int] = {}  # request -> bytes
+        self.lock, self.own = threading.Lock(), threading.local()
 
     def admit(self, batch: int, length: int, prompt: int) -> None:
         "Sets the cache of `batch` sequences of `length` tokens aside until `one` ends, or raises BudgetError."
-        need, me = self.inv.kv_bytes(batch, length), threading.get_ident()
+        need, me = self.inv.kv_bytes(batch, length), self.own.request
         with self.lock:
             others, have = sum(self.taken.values()), self.ledger.held("device", "KV cache")
             if others + need > have:
@@ -343,15 +343,14 @@ class Requests:
     @contextlib.contextmanager
     def one(self) -> Iterator[None]:
         "The length of a request."
-        me = threading.get_ident()
-        before = self.taken.get(me)
+        me, before = object(), getattr(self.own, "request", None)
+        self.own.request = me
         try:
             yield
         finally:
+            self.own.request = before
             with self.lock:
                 self.taken.pop(me, None)
-                if before is not None:
-                    self.taken[me] = before
 
 # %% ../nbs/10b_flow.ipynb #abef67af
 def longest(config: GenerationConfig, model_kwargs: Mapping[str, Any], length: int) -> int:  # tokens

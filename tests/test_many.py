@@ -216,6 +216,17 @@ def test_a_reader_that_goes_away_early(tiny):
         assert not flow.requests.taken
 
 
+def test_two_streams_read_in_turn(tiny):
+    "The first to begin is the first to end: each gives back its own caches, and not the other's."
+    with ExpertFlow.from_pretrained(tiny, gpu_memory_budget="25%", dtype="float32", context=512) as flow:
+        few, more = (flow.stream_many(TEXTS[:n], 2, max_new_tokens=4, **GREEDY) for n in (2, 6))
+        next(few), next(more)
+        both = sum(flow.requests.taken.values())
+        few.close()
+        assert 0 < sum(flow.requests.taken.values()) < both
+        assert len(list(more)) == 5 and not flow.requests.taken
+
+
 def test_counts_only_its_own_thread(tiny):
     "Another thread generates meanwhile: routes and answers are those without it."
     with ExpertFlow.from_pretrained(tiny, gpu_memory_budget="50%", dtype="float32", context=512, batch=4) as flow:
