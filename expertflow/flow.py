@@ -959,7 +959,7 @@ def encode_all(flow: Many, prompts: Any) -> list[Tensor]:
             raise UnfinishedError(f"prompt {i} (counted from 0): {e}", [i]) from e
     return ids
 
-# %% ../nbs/10b_flow.ipynb #14517d6c
+# %% ../nbs/10b_flow.ipynb #704eeb14
 def stream_texts(
     flow: Many, prompts: Any, block: int | None, progress: bool, kwargs: dict[str, Any]
 ) -> Iterator[tuple[int, str]]:
@@ -967,7 +967,8 @@ def stream_texts(
     ids = encode_all(flow, prompts)
     if block is not None and block < 1:
         raise ExpertFlowError(f"block={block}: at least 1")
-    new = kwargs.pop("max_new_tokens", None) or flow.model.generation_config.max_new_tokens or 20  # as transformers has it
+    if (new := kwargs.pop("max_new_tokens", None)) is None:
+        new = flow.model.generation_config.max_new_tokens or 20  # as transformers has it
     if not ids:
         return
     memory, lengths = kv_memory(flow.requests), [len(x) for x in ids]
