@@ -104,7 +104,7 @@ class Settings:
 
     def tell(self) -> None: _tell(self)
 
-# %% ../nbs/00a_live.ipynb #d0843f2f
+# %% ../nbs/00a_live.ipynb #f010d9db
 def _tell_one(listener: Listener, now: Now) -> None:
     try: listener(now)
     except Exception: logging.getLogger(__name__).exception("a listener of the settings failed at version %d", now.version)
@@ -115,13 +115,17 @@ def _tell(box: Settings) -> None:
     with box._lock:
         if box._telling: return
         box._telling = True
-    while True:
-        with box._lock:
-            if box._told is box.now:
-                box._telling = False
-                return
-            box._told, listeners = box.now, list(box._listeners)
-        for listener in listeners: _tell_one(listener, box._told)
+    try:
+        while True:
+            with box._lock:
+                if box._told is box.now:
+                    box._telling = False
+                    return
+                box._told, listeners = box.now, list(box._listeners)
+            for listener in listeners: _tell_one(listener, box._told)
+    except BaseException:  # Ctrl-C in a listener: the next change is told again
+        box._telling = False
+        raise
 
 # %% ../nbs/00a_live.ipynb #965be748
 class LiveFile:

@@ -594,6 +594,20 @@ def test_two_panels_agree(path):
         assert all(panel == sorted(panel) for panel in shown)
 
 
+def test_told_again_after_ctrl_c_in_a_listener(path):
+    with load(path) as flow:
+        def pressed(now):
+            raise KeyboardInterrupt
+
+        leave, told = flow.settings.subscribe(pressed), []
+        flow.settings.subscribe(lambda now: told.append(now.version))
+        with pytest.raises(KeyboardInterrupt):
+            flow.set(warmup_steps=7)
+        leave()
+        flow.set(warmup_steps=8)
+        assert told == [2] and flow.config.warmup_steps == 8
+
+
 def test_reports_show_what_is_in_force_and_that_it_changed(path):
     with load(path) as flow:
         assert flow.report().changes == [] and "changed" not in str(flow.report())
