@@ -118,7 +118,7 @@ class Speaker:
             self.thread.join(timeout)
         return not self.running
 
-# %% ../nbs/13a_dashboard.ipynb #7e59fe65
+# %% ../nbs/13a_dashboard.ipynb #f34f1b47
 @dataclass(frozen=True)
 class Figures:
     "What a run has cost so far."
@@ -134,13 +134,14 @@ class Figures:
     stall_share: float | None  # of the time
 
 def figures(s: Speaker) -> Figures:
-    n, ticks = len(s.meter.ticks), s.meter.ticks
+    meter = s.meter  # another run may bring another one meanwhile
+    n, ticks = len(meter.ticks), meter.ticks
     d = (marks(s.flow.runtime) if s.running else s.after) - s.before
-    seconds = (time.perf_counter() if s.running else s.ended) - s.meter.start
+    seconds = (time.perf_counter() if s.running else s.ended) - meter.start
     needed = d.hits + d.misses + d.skipped
     share = lambda x: x / needed if needed else None
     return Figures(
-        n, ticks[0] - s.meter.start if n else None, (n - 1) / (ticks[n - 1] - ticks[0]) if n > 1 else None,
+        n, ticks[0] - meter.start if n else None, (n - 1) / (ticks[n - 1] - ticks[0]) if n > 1 else None,
         share(d.hits - d.in_time - d.late), share(d.in_time), share(d.late), share(d.misses), share(d.skipped),
         d.loaded / n if n else None, d.stall / seconds if seconds > 0 and needed else None,
     )  # fmt: skip
@@ -250,7 +251,7 @@ def limits(flow: ExpertFlow) -> Limits:
     ahead = int(read_card(file)["ahead"]) if file else 4
     return Limits(plan.total_experts, plan.min_slots, most, plan.moe_layers, max(1, min(ahead, plan.moe_layers - 1)))
 
-# %% ../nbs/13a_dashboard.ipynb #c2fadad8
+# %% ../nbs/13a_dashboard.ipynb #38861f42
 def _slider(kind: Any, lo: float, hi: float, step: float, **more: Any) -> Any:
     return kind(min=lo, max=hi, step=step, value=lo, layout=W.Layout(width="210px"), **more)
 
@@ -258,8 +259,6 @@ def make_controls(flow: ExpertFlow, at: Limits) -> dict[str, Any]:
     "The widgets, by the setting that they change (or its part)."
     percent = lambda slots: 100 * slots / at.experts
     blocks = [("whole prompt", 0), *((f"{n} tokens", n) for n in (16, 32, 64, 128, 256, 512, 1024))]
-    if (own := flow.config.token_block_size or 0) not in dict(blocks).values():
-        blocks.append((f"{own} tokens", own))
     wide = W.Layout(width="210px")
     return {
         "budget": _slider(W.IntSlider, -(-int(100 * at.least) // at.experts), max(1, int(percent(at.most))), 1),
@@ -318,7 +317,7 @@ def without_effect(c: Mapping[str, Any], busy: bool) -> dict[str, str]:
     if c["strict"].value: why |= dict.fromkeys(("strict_layers", "tolerance"), "strict is on: nothing is left out")
     return why
 
-# %% ../nbs/13a_dashboard.ipynb #29912f2f
+# %% ../nbs/13a_dashboard.ipynb #13465c85
 class Controls:
     "The controls of a model. `show` after a change of settings, from the painter's thread."
 
@@ -335,6 +334,7 @@ class Controls:
         if name in WEIGHTS:
             self._set(shared_out({k: self.c[k].value for k in WEIGHTS}, name))
         self.want(**wanted(self.c, name))
+        self.shown = -1  # shown again when it has been made, or refused
         self.tell()
 
     def _set(self, values: Mapping[str, Any]) -> None:
@@ -349,6 +349,8 @@ class Controls:
     def _set_one(self, w: Any, value: Any) -> None:
         if hasattr(w, "min"):
             w.min, w.max = min(w.min, value), max(w.max, value)
+        if w is self.c["block"] and value not in dict(w.options).values():  # set by somebody else
+            w.options = (*w.options, (value if isinstance(value, str) else f"{value} tokens", value))
         if value != w.value: w.value = value
 
     def show(self, now: Now) -> None:

@@ -77,6 +77,20 @@ def test_the_same_figures_as_the_report(flow):
     assert f.rate == pytest.approx(1 / g.tpot, rel=0.2) and f.ttft == pytest.approx(g.ttft, rel=0.5, abs=0.05)
 
 
+def test_figures_while_the_next_run_begins(flow):
+    "The painter asks for figures when somebody presses Run: they are of one run, not of two."
+    s = Speaker(flow)
+    s.run(PROMPT, max_new_tokens=4, do_sample=False)
+    assert s.wait()
+    old, new = s.meter, Speaker(flow).meter
+
+    class Swapped(Speaker):
+        meter = property(lambda self: turns.pop(0) if len(turns) > 1 else turns[0], lambda self, meter: None)
+
+    s.__class__, turns = Swapped, [old, new]
+    assert figures(s).tokens == 4
+
+
 def test_an_error_shows_and_the_next_run_works(panel, flow, monkeypatch):
     def broken(*args, **kwargs):
         raise OSError("the disk is gone")
@@ -164,6 +178,25 @@ def test_a_refused_wish_shows_and_changes_nothing(panel, flow):
     until(lambda: not panel.wishes.pending)
     panel.refresh()
     assert "alert" not in panel.status.value
+
+
+def test_a_refused_control_goes_back(panel, flow):
+    budget = panel.controls.c["budget"]
+    before, budget.max = budget.value, 1000
+    budget.value = 1000
+    until(lambda: panel.wishes.error)
+    until(lambda: budget.value == before)
+    assert flow.config.gpu_memory_budget == "40%"
+
+
+@pytest.mark.parametrize("size", [48, "auto"])
+def test_blocks_of_any_size_are_shown(size, panel, flow):
+    "Set by somebody else, to what the panel does not offer."
+    flow.set(token_block_size=size)
+    until(lambda: panel.controls.shown == flow.settings.version)
+    assert panel.controls.c["block"].value == size and panel.painter.thread.is_alive()
+    time.sleep(0.3)
+    assert flow.config.token_block_size == size, "no echo"
 
 
 def test_dragging_makes_few_changes_and_the_last_one_counts():
