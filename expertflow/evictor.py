@@ -147,7 +147,7 @@ class _Queues:
         rank[self.place[ids].argsort()] = np.arange(len(ids))
         return rank
 
-# %% ../nbs/06_evictor.ipynb #e2889ef5
+# %% ../nbs/06_evictor.ipynb #7eafc278
 class S3FIFO(_Queues):
     "Small queue, main queue, and a memory of those that left the small one."
 
@@ -165,6 +165,7 @@ class S3FIFO(_Queues):
             self.put(flat, 2 if known else 1)
             self.chances[flat], self.left[flat] = 0, -1
             return
+        if not self.queue[flat]: return
         queue, at, lap = self.queue[flat], self.place[flat], self.chances[flat]
         self.queue[flat] = 0
         mates = self.members(int(queue))
@@ -193,7 +194,7 @@ class S3FIFO(_Queues):
         order[first] = self.place[ids[first]] - _AFAR
         return order
 
-# %% ../nbs/06_evictor.ipynb #4ebeda01
+# %% ../nbs/06_evictor.ipynb #086c7ffe
 class ARC(_Queues):
     "Adaptive replacement: recent (1) and frequent (2), with their ghosts (3, 4); `border` is how long the recent list should be."
 
@@ -216,6 +217,7 @@ class ARC(_Queues):
             self.put(flat, 2 if self.queue[flat] > 2 else 1)
             self.inside[flat] = True
             return
+        if not self.inside[flat]: return
         self.inside[flat] = False
         self.queue[flat] += 2
         for queue, room in ((3, self.slots - int((self.queue == 1).sum())), (4, 2 * self.slots - int((self.queue > 0).sum()))):

@@ -451,7 +451,7 @@ def eager_forward(rt: "Runtime", layer: int, module: Any, hidden: Tensor, index:
     with rt.ordered(layer, [e for e in torch.unique(index).tolist() if e < rt.store.num_experts[layer]]):
         return forward(module, hidden, index, weights)
 
-# %% ../nbs/10_runtime.ipynb #49a237b7
+# %% ../nbs/10_runtime.ipynb #68dda649
 def repair(cache: ExpertCache, executor: Executor) -> None:
     "Makes the tables consistent after a layer-step that broke off: nothing is pinned, only reads under way are loading."
     with suppress(Exception):  # what was queued before it broke off may still read any of the slots
@@ -461,6 +461,8 @@ def repair(cache: ExpertCache, executor: Executor) -> None:
             executor.cancel(slot)
         elif executor.cancel(slot):
             cache.call_off(slot)
+            if cache.moved is not None and cache.owner[slot] != ABSENT:
+                cache.moved(int(cache.owner[slot]), False)
             cache.owner[slot] = ABSENT
     cache.loading[cache.owner == ABSENT] = False
     cache.fresh[cache.owner == ABSENT] = False

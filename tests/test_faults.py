@@ -225,6 +225,33 @@ def test_a_read_fails_while_preloading(n, path, monkeypatch):
     assert ".safetensors" in one_line(e) and (n == 1 or re.search(r"expert \d of model.layers", str(e.value)))
 
 
+@pytest.mark.parametrize("policy", ["arc", "s3_fifo", "forecast"])
+def test_policies_learn_which_loads_were_called_off(policy, path, want, monkeypatch):
+    "Those with lists of their own: whoever is in their lists is in a slot, also after a read has failed with others behind it."
+    with load(path, budget="50%", eviction_policy=policy) as flow, torch.no_grad():
+        disk, cache, count = Disk(flow, monkeypatch), flow.runtime.cache, [0]
+
+        def rule(at):
+            count[0] += 1
+            if count[0] == 1:
+                raise OSError(errno.EIO, "boom")
+            time.sleep(0.02)
+
+        for _ in range(3):
+            count[0], disk.rule, called_off = 0, rule, flow.runtime.executor.moved.cancelled
+            with pytest.raises(LoadError, match="boom"):
+                flow.model(X)
+            assert flow.runtime.executor.moved.cancelled > called_off
+            evictor = cache.evictor
+            listed = evictor.queue > 0 if policy == "s3_fifo" else evictor.inside
+            assert set(listed.nonzero()[0]) == set(cache.owner[cache.owner != ABSENT])
+            disk.rule = None
+            works(flow, want)
+            for layer in range(3):
+                for e in range(0, 8, 2):
+                    forget(flow, layer, e)
+
+
 @pytest.mark.parametrize("error", [OSError(errno.ESTALE, "Stale"), TimeoutError("nfs"), SystemExit(3), ValueError("odd")])
 def test_odd_errors(error, path, want, monkeypatch):
     "Whatever a reader thread raises reaches the caller, and the thread lives on."
