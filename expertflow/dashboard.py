@@ -317,7 +317,7 @@ def without_effect(c: Mapping[str, Any], busy: bool) -> dict[str, str]:
     if c["strict"].value: why |= dict.fromkeys(("strict_layers", "tolerance"), "strict is on: nothing is left out")
     return why
 
-# %% ../nbs/13a_dashboard.ipynb #13465c85
+# %% ../nbs/13a_dashboard.ipynb #61021646
 class Controls:
     "The controls of a model. `show` after a change of settings, from the painter's thread."
 
@@ -341,14 +341,12 @@ class Controls:
         self.showing = True
         try:
             for name, value in values.items():
-                if value is not None:
-                    self._set_one(self.c[name], value)
+                if value is not None: self._set_one(self.c[name], value)
         finally:
             self.showing = False
 
     def _set_one(self, w: Any, value: Any) -> None:
-        if hasattr(w, "min"):
-            w.min, w.max = min(w.min, value), max(w.max, value)
+        if hasattr(w, "min"): w.min, w.max = min(w.min, value), max(w.max, value)
         if w is self.c["block"] and value not in dict(w.options).values():  # set by somebody else
             w.options = (*w.options, (value if isinstance(value, str) else f"{value} tokens", value))
         if value != w.value: w.value = value
