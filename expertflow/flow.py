@@ -366,7 +366,7 @@ def prompt_of(model_kwargs: Mapping[str, Any]) -> int:  # tokens
     mask = model_kwargs.get("attention_mask")
     return mask.shape[-1] if isinstance(mask, Tensor) else 1 << 40
 
-# %% ../nbs/10b_flow.ipynb #36d499ba
+# %% ../nbs/10b_flow.ipynb #84814987
 def around_generate(cls: type[PreTrainedModel], flow: "Callable[[], ExpertFlow]") -> dict[str, Any]:
     "Methods for the offloaded subclass of `cls`: `generate` with a clock and a way out for errors, and admission."
 
@@ -378,8 +378,8 @@ def around_generate(cls: type[PreTrainedModel], flow: "Callable[[], ExpertFlow]"
         length = ids.shape[-1] if isinstance(ids, Tensor) else 0
         this = flow()  # which stays until this call is over
         watch = Watch(this.runtime, clock, length, this.settings)
-        if this.foresight:
-            this.foresight.begin()
+        if eyes := this.foresight:  # which another thread may take off at any time
+            eyes.begin()
         try:
             with this.requests.one():
                 out = cls.generate(self, *args, **kwargs)  # type: ignore[attr-defined]
@@ -558,7 +558,7 @@ def _config_of(model: Any, config: Source, settings: dict[str, Any]) -> Config:
 _OURS = {"dtype": "dtype", "torch_dtype": "dtype", "device_map": "device"}
 _OURS |= {"experts_implementation": "experts_implementation"}
 
-# %% ../nbs/10b_flow.ipynb #812a8a75
+# %% ../nbs/10b_flow.ipynb #efbca1c1
 def load(cfg: Config, model_kwargs: dict[str, Any]) -> ExpertFlow:
     "The whole of `from_pretrained`."
     for key in model_kwargs.keys() & _OURS.keys():
@@ -596,6 +596,7 @@ def load(cfg: Config, model_kwargs: dict[str, Any]) -> ExpertFlow:
     weakref.finalize(flow.model, flow.runtime.close)  # a model that is forgotten gives its threads and files back
     return flow
 
+# %% ../nbs/10b_flow.ipynb #060c5ad4
 def open_books(plan: Plan, host_bytes: int) -> Ledger:
     "The plan, as reservations."
     ledger = Ledger({"device": plan.nominal, "host": host_bytes})
@@ -718,7 +719,7 @@ def build_runtime(store: ExpertStore, flow: ExpertFlow) -> Runtime:
     rt.host_compute, rt.tolerance = cfg.host_compute, tolerances(cfg, n_layers)
     return rt
 
-# %% ../nbs/10b_flow.ipynb #8f18f3ac
+# %% ../nbs/10b_flow.ipynb #c553a99d
 def with_predictor(inv: Inventory, cfg: Config, ckpt: Checkpoint) -> Inventory:
     "The model with the memory that predictors take, if the configuration asks for any."
     parts = {k: x for k, x in inv.components.items() if k not in ("predictor", "path predictor")}
@@ -754,8 +755,8 @@ def see_paths(flow: ExpertFlow, cfg: Config, forecast: PredictedForecast | None)
     me = weakref.ref(flow)
 
     def tell(p: Any) -> None:
-        if (flow := me()) is not None and flow.foresight is not None:
-            before_pass(flow.foresight, p[0])
+        if (flow := me()) is not None and (eyes := flow.foresight) is not None:
+            before_pass(eyes, p[0])
 
     return ready_sight(file, flow.model, find_taps(flow.model), forecast, flow.runtime.lock, tell)
 
@@ -1024,7 +1025,7 @@ def prediction_line(r: Report) -> str:
     guard = f"; {plan['state']}, switched {plan['switched']} times, saved {plan['saved']:.2f} s" if (plan := p["planner"]) else ""
     return f"prediction {Path(p['predictor']).stem}, {named}; {loads}{guard}; {p['seconds'] / seconds:.1%} of the time"
 
-# %% ../nbs/10b_flow.ipynb #e4171e1d
+# %% ../nbs/10b_flow.ipynb #ab9eee0d
 def forecast_line(f: Mapping[str, Any]) -> str:
     but = f"; not the last one: {f['problem']}" if f["problem"] else ""
     return f"forecast   by a path predictor, {f['passes']} passes{but}"
@@ -1040,10 +1041,11 @@ def make_report(flow: ExpertFlow) -> Report:
     plan = flow.plan.as_dict() | {"cold_experts": len(flow.cold)}
     memory, runs = flow.ledger.snapshot(), [r.as_dict() for r in flow.generations]
     traffic = asdict(rt.traffic) | {"paced_link": flow.config.link_rate}  # bytes/s, None: not slowed down
-    seen = flow.foresight.as_dict() if flow.foresight else None
+    eyes, sight = flow.foresight, flow.sight
+    seen = eyes.as_dict() if eyes else None
     left, changes = asdict(rt.skipped) | {"share": rt.skipped.share}, [asdict(x) for x in flow.settings.changes.copy()]
     peak, where = measured_peak(flow.device), str(flow.device)
-    paths = flow.sight.as_dict() if flow.sight else None
+    paths = sight.as_dict() if sight else None
     return Report(str(flow.path), where, config, plan, memory, peak, count, traffic, seen, paths, left, changes, runs)
 
 def skipped_text(g: Mapping[str, Any]) -> str:

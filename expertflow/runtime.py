@@ -819,10 +819,12 @@ class ForwardOnly(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise ExpertFlowError("no gradient through offloaded experts: they are for inference; train the resident model")
 
-# %% ../nbs/10_runtime.ipynb #038f43a0
+# %% ../nbs/10_runtime.ipynb #066fc000
 def leave_out(rt: Runtime, layer: int, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:  # [N, K], both pairs
     "The router's choice without missing experts of little weight, if there are any."
-    most, row = rt.tolerance[layer], rt.cache.slot_of[layer]
+    if (most := rt.tolerance.get(layer)) is None:  # another thread has just made the layer strict
+        return index, weights
+    row = rt.cache.slot_of[layer]
     rt.skipped.rows += len(index)
     if ABSENT not in row or not len(index):
         return index, weights

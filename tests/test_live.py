@@ -594,6 +594,21 @@ def test_two_panels_agree(path):
         assert all(panel == sorted(panel) for panel in shown)
 
 
+@pytest.mark.parametrize("use", ["generate", "report"])
+def test_a_predictor_that_is_switched_off_just_now(use, path):
+    "Another thread takes it off between the look whether there is one and its use."
+    with load(path, prediction_lookahead=1) as flow:
+        eyes = [flow.foresight]
+
+        class Switched(ExpertFlow):
+            foresight = property(lambda self: eyes.pop() if eyes else None)
+
+        flow.__class__ = Switched
+        assert run(flow).shape == (1, 17) if use == "generate" else flow.report().prediction
+        assert not eyes
+        flow.__class__ = ExpertFlow
+
+
 def test_told_again_after_ctrl_c_in_a_listener(path):
     with load(path) as flow:
         def pressed(now):

@@ -83,6 +83,8 @@ def test_what_is_never_left_out(path):
         assert rt.prefetch(0, [2]) == 1
         assert leave_out(rt, 0, index, torch.tensor([[0.2, 0.5, 0.3]]))[0].tolist() == [[1, 1, 2]]
         assert leave_out(rt, 0, index[:0], torch.empty(0, 3))[0].shape == (0, 3)
+        rt.tolerance = {}  # as another thread sets it, between the look at it and the call
+        assert leave_out(rt, 0, index, torch.tensor([[0.2, 0.5, 0.3]]))[0] is index
 
 
 @pytest.mark.parametrize("mode", ["grouped_mm", "eager"])
