@@ -73,7 +73,10 @@ function render({ model, el }) {
   const film = model.get("film"), frames = film.byteLength / (L * E);
   let at = model.get("at");
   const bytes = (view) => new Uint8Array(view.buffer, view.byteOffset, view.byteLength);
-  const now = () => frames ? bytes(film).subarray(at * L * E, (at + 1) * L * E) : bytes(model.get("cells"));
+  let nth = Infinity, next = 0;                     // of the pictures that came together, and the timer for the one after it
+  const sent = () => model.get("cells").byteLength / (L * E);
+  const one = (all, i) => bytes(all).subarray(i * L * E, (i + 1) * L * E);
+  const now = () => frames ? one(film, at) : one(model.get("cells"), Math.min(nth, sent() - 1));
 
   // Painting
   let theme, ink, dpr, w, h, left, sprites, shown = null, frame = 0, cursor = model.get("hovered");
@@ -208,7 +211,13 @@ function render({ model, el }) {
   }
   function onAt() { if (!timer && !late && model.get("at") !== at) { at = model.get("at"); slider.value = at; soon(); } }
   function onPaused() { pause.textContent = model.get("paused") ? "Resume" : "Pause"; pause.setAttribute("aria-pressed", model.get("paused")); soon(); }
-  function onCells() { if (!model.get("paused")) soon(); }
+  function onCells() { if (!model.get("paused")) reveal(0); }
+  function reveal(i) {
+    clearTimeout(next);
+    nth = i;
+    soon();
+    if (i + 1 < sent()) next = setTimeout(() => reveal(i + 1), model.get("period"));
+  }
   function again() { w = 0; soon(); }
 
   model.on("change:cells", onCells);
@@ -221,6 +230,7 @@ function render({ model, el }) {
   return () => {
     clearInterval(timer);
     clearTimeout(late);
+    clearTimeout(next);
     cancelAnimationFrame(frame);
     size.disconnect();
     dress.disconnect();

@@ -61,7 +61,7 @@ def after_stop(nb: Notebook) -> tuple[float, int]:
     "Seconds until the kernel's last picture is the one shown, and pictures painted after that."
     nb.ask("m.painter.stop()")
     t = time.perf_counter()
-    nb.page.wait_for_function(f"() => {SHOWN} === '{nb.ask('m.cells[:64].hex()')}'", timeout=10_000)
+    nb.page.wait_for_function(f"() => {SHOWN} === '{nb.ask('m.picture().tobytes()[:64].hex()')}'", timeout=10_000)
     seconds, painted = time.perf_counter() - t, nb.page.evaluate(PAINTED)
     nb.page.wait_for_timeout(1500)
     return seconds, nb.page.evaluate(PAINTED) - painted

@@ -86,7 +86,7 @@ def test_run_drag_watch_stop(page, lab):
     resident = "sum(s >= 0 for s in flow.runtime.cache.owner) - int(flow.runtime.cache.loading.sum())"
     wanted = nb.ask(f"int({resident})")
     page.wait_for_function(f"() => Number({CELLS}.dataset.resident) === {wanted}", timeout=20_000)
-    assert n >= 5 and page.evaluate(f"[...{CELLS}.cells]") == nb.ask("list(panel.map.cells)")
+    assert n >= 5 and page.evaluate(f"[...{CELLS}.cells]") == nb.ask("panel.map.picture().ravel().tolist()")
     assert not page.complaints, page.complaints
 
 

@@ -215,6 +215,32 @@ def test_pause_keeps_the_last_picture():
     finally: m.close()
 
 
+def test_fast_pictures_are_sent_two_at_a_time():
+    cache = small()
+    m, sent = ResidencyMap.of(cache, rate=15.0), []
+    m.painter.stop()
+    m.observe(lambda change: sent.append(change["new"]), "cells")
+    def picture() -> bytes: return cells_of(m.board).tobytes()
+    def use(layer: int, expert: int) -> None:
+        step = cache.begin(layer, [expert])
+        for x in admit(cache, step): loaded(cache, x)
+        done(cache, step, expert)
+        end(cache, step)
+    try:
+        shown, pictures = m.cells, []
+        for layer, expert in ((0, 1), (0, 2), (1, 0)):
+            use(layer, expert)
+            pictures.append(picture())
+            assert m.paint()
+        assert len({shown, *pictures}) == 4 and sent == [pictures[0] + pictures[1]]
+        assert m.paint() and m.paint() and sent[1:] == [pictures[2]]          # the last one does not wait for another
+        assert m.picture().tobytes() == pictures[2] and m.period == pytest.approx(1000 / 15)
+        m.pairs = False
+        use(1, 1)
+        assert m.paint() and sent[-1] == picture()
+    finally: m.close()
+
+
 def test_slow_pictures_are_left_out_not_queued():
     calls = []
     def slow() -> bool:
