@@ -297,6 +297,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'expertflow.config._one_of': ('config.html#_one_of', 'expertflow/config.py'),
                                    'expertflow.config._parse_text': ('config.html#_parse_text', 'expertflow/config.py'),
                                    'expertflow.config._path': ('config.html#_path', 'expertflow/config.py'),
+                                   'expertflow.config._plain': ('config.html#_plain', 'expertflow/config.py'),
                                    'expertflow.config._rate': ('config.html#_rate', 'expertflow/config.py'),
                                    'expertflow.config._reserve': ('config.html#_reserve', 'expertflow/config.py'),
                                    'expertflow.config._show': ('config.html#_show', 'expertflow/config.py'),

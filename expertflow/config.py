@@ -156,13 +156,13 @@ def _number(
     if hi < _MANY or (number and x > hi): span += f" and at most {hi:g}"
     raise _fail(key, x, f"must be {'a whole number' if whole else 'a number'} {span}")
 
-# %% ../nbs/00_config.ipynb #c5177ec1
+# %% ../nbs/00_config.ipynb #1a4bedd6
 WEIGHTS = {"prediction_prob": 0.6, "recency": 0.3, "transfer_cost": 0.1}
 
 
 def _weights(key: str, x: object) -> dict[str, float] | str:
     "The three weights, complete and checked; or \"auto\"."
-    if x == "auto": return "auto"
+    if isinstance(x, str) and x == "auto": return "auto"
     if not isinstance(x, Mapping): raise _fail(key, x, f"must be a table with {', '.join(WEIGHTS)}; or \"auto\"")
     for name, w in x.items():
         if name not in WEIGHTS: raise _fail(key, dict(x), f"unknown weight {_show(name)}; {_nearest(name, list(WEIGHTS))}")
@@ -316,10 +316,16 @@ class Config:
     def as_dict(self) -> dict[str, Any]: return _as_dict(self)
     def __str__(self) -> str: return _as_table(self)
 
-# %% ../nbs/00_config.ipynb #0e12d538
+# %% ../nbs/00_config.ipynb #ba8c956b
 Source = Mapping[str, Any] | str | Path | Config | None
 _PATHS = {"model_path": "a folder or a model's name", "prediction_model_path": '"gate" or the file of a trained predictor',
           "forecast_model_path": '"routing" or the file of a trained path predictor'}
+
+
+def _plain(x: Any) -> Any:
+    "A number of another library, numpy's say, as one of Python's."
+    if isinstance(x, (int, float)): return x
+    return int(x) if isinstance(x, Integral) else float(x) if isinstance(x, Real) else x
 
 
 def _check(c: Config) -> None:
@@ -333,6 +339,7 @@ def _check(c: Config) -> None:
             "strict_layers": _layers("strict_layers", c.strict_layers), "device": _device("device", c.device),
             "priority_weights": _weights("priority_weights", c.priority_weights)}
     tidy |= {key: _path(key, getattr(c, key), what) for key, what in _PATHS.items()}
+    tidy = {f.name: _plain(getattr(c, f.name)) for f in fields(c)} | tidy
     for key, x in tidy.items(): object.__setattr__(c, key, x)      # frozen for others, not for its own making
 
 

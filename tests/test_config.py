@@ -82,6 +82,15 @@ def test_numbers_of_numpy_are_numbers():
     assert "bool" in refused(parse_bytes, np.bool_(True))
 
 
+def test_settings_in_numbers_of_numpy_are_those_of_python():
+    same = {"gpu_memory_budget": 2, "context": 512, "token_block_size": 16, "warmup_steps": 3, "tolerance": 0.5,
+            "load_timeout": 8, "prediction_lookahead": 2}
+    c = Config.make({k: np.float32(x) if isinstance(x, float) else np.int64(x) for k, x in same.items()})
+    assert c == Config.make(same) and c.lookahead == 2
+    assert all(type(getattr(c, k)) is type(x) for k, x in same.items())
+    assert Config.make(json.loads(json.dumps(c.as_dict()))) == c
+
+
 @pytest.mark.parametrize("x", ["50%", " 50 % ", "5e1%", Share(0.5)])
 def test_share(x): assert parse_budget(x) == Share(0.5)
 
@@ -196,7 +205,7 @@ def test_weights():
                                          (np.float32(0.25), 25 * 10**7)])
 def test_rate_of_a_paced_link(x, rate):
     c = Config(paced_link=x)
-    assert c.link_rate == rate and c.paced_link is x
+    assert c.link_rate == rate and c.paced_link == x
 
 
 def test_config_is_frozen_and_copies():
