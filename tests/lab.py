@@ -49,11 +49,27 @@ def server(folder: Path, dark: bool = False) -> Iterator[str]:
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={port}",
                "--ServerApp.port_retries=0", "--IdentityProvider.token=test", f"--ServerApp.root_dir={folder}",
                "--LabApp.expose_app_in_browser=True"]
+    with serving(command, env, folder, f"http://127.0.0.1:{port}", "/api?token=test") as address: yield address
+
+
+@contextmanager
+def voila(notebook: Path) -> Iterator[str]:
+    "The notebook as a page without code; gives its address."
+    port, folder = free_port(), notebook.parent
+    env = os.environ | {"IPYTHONDIR": str(folder / "ipython"), "PYTHONPATH": f"{REPO}{os.pathsep}{REPO / 'tests'}"}
+    env.pop("IN_TEST", None)
+    command = [sys.executable, "-m", "voila", str(notebook), "--no-browser", "--Voila.ip=127.0.0.1", f"--port={port}"]
+    with serving(command, env, folder, f"http://127.0.0.1:{port}", "/voila/static/voila.js") as address: yield address
+
+
+@contextmanager
+def serving(command: list[str], env: dict[str, str], folder: Path, address: str, there: str) -> Iterator[str]:
+    "A server, from its first answer at `there` on."
     with open(folder / "server.log", "w") as log:
         process = subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=folder)
     try:
-        wait_for(f"http://127.0.0.1:{port}/api?token=test", process, folder / "server.log")
-        yield f"http://127.0.0.1:{port}"
+        wait_for(address + there, process, folder / "server.log")
+        yield address
     finally:
         process.terminate()
         process.wait(20)
@@ -62,12 +78,12 @@ def server(folder: Path, dark: bool = False) -> Iterator[str]:
 def wait_for(address: str, process: subprocess.Popen, log: Path, seconds: float = 90) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        if process.poll() is not None: raise RuntimeError(f"JupyterLab has ended: {log.read_text()[-2000:]}")
+        if process.poll() is not None: raise RuntimeError(f"the server has ended: {log.read_text()[-2000:]}")
         try:
             urllib.request.urlopen(address, timeout=2).read()
             return
         except OSError: time.sleep(0.3)
-    raise RuntimeError(f"JupyterLab did not answer within {seconds:g} s: {log.read_text()[-2000:]}")
+    raise RuntimeError(f"the server did not answer within {seconds:g} s: {log.read_text()[-2000:]}")
 
 
 @contextmanager

@@ -2,12 +2,13 @@
 
 Pictures of the last run are kept in the folder named by EXPERTFLOW_SCREENSHOTS, if there is one.
 """
+import importlib.util
 import os
 import time
 from pathlib import Path
 
 import pytest
-from lab import Notebook, browser_page, missing, server, write_notebook
+from lab import Notebook, browser_page, missing, server, voila, write_notebook
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(500),
               pytest.mark.skipif(missing() is not None, reason=missing() or "")]
@@ -194,3 +195,25 @@ def test_a_closed_panel_leaves_no_thread(page, lab):
     left = f"[t.name for t in __import__('threading').enumerate() if t.name.startswith({ours})]"
     while nb.ask(left): assert time.monotonic() < end
     page.wait_for_function(f"() => !{CELLS}", timeout=30_000)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("voila") is None, reason="voila is not installed")
+def test_the_panel_as_an_app(page, tmp_path):
+    "Without JupyterLab: Voila gives the panel a page of its own."
+    write_notebook(tmp_path / "app.ipynb", LOAD, "flow.dashboard(prompt='Once upon a time', max_new_tokens=3000)")
+    with voila(tmp_path / "app.ipynb") as address:
+        page.goto(address)
+        page.wait_for_function(f"() => {CELLS}?.painted > 0", timeout=120_000)
+        still = pixels(page)
+        button(page, "Run").click()
+        page.wait_for_function("() => document.querySelector('.ef-text')?.textContent.length > 10", timeout=60_000)
+        page.wait_for_function(f"() => {CELLS}.painted > 5", timeout=60_000)
+        assert pixels(page) != still and button(page, "Run").is_disabled()
+        button(page, "Stop").click()
+        stopped = "() => [...document.querySelectorAll('button')].find(b => b.textContent === 'Stop').disabled"
+        page.wait_for_function(stopped, timeout=20_000)
+        text, painted = page.inner_text(".ef-text"), page.evaluate(f"{CELLS}.painted")
+        page.wait_for_timeout(1500)
+        assert page.inner_text(".ef-text") == text and page.evaluate(f"{CELLS}.painted") - painted <= 2
+        ours = [x for x in page.complaints if "ERR_NAME_NOT_RESOLVED" not in x]         # Voila's own page asks for fonts elsewhere
+        assert not ours, ours
