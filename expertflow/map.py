@@ -86,11 +86,11 @@ class Board:
         if cache.fresh[slot] or not cache.loading[slot]:  # else it was called off, or could not be read
             self.raw[cache.owner[slot]] = WASTED if cache.fresh[slot] else EVICTED
 
-# %% ../nbs/13_map.ipynb #9f14c5eb
+# %% ../nbs/13_map.ipynb #55c22694
 def cells_of(board: Board) -> np.ndarray:  # uint8 [L, E]
     "The picture now."
     cache, out = board.cache, board.events.copy()
-    owner, loading, pins = cache.owner, cache.loading, cache.pins
+    owner, loading, pins = cache.owner.copy(), cache.loading, cache.pins  # who goes meanwhile is nobody's number
     n = min(len(owner), len(loading), len(pins))  # of before and after a change of budget
     slots = np.flatnonzero(owner[:n] != ABSENT)
     ids, flat = owner[slots], out.reshape(-1)

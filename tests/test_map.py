@@ -2,6 +2,7 @@
 import base64
 import io
 import random
+import sys
 import threading
 import time
 
@@ -15,6 +16,7 @@ from expertflow.config import ConfigError
 from expertflow.evictor import LRU
 from expertflow.foresight import record_steps
 from expertflow.map import (
+    AWAY,
     COLD,
     EVENT,
     EVICTED,
@@ -132,6 +134,29 @@ def flow():
 
 
 def run(flow, n=12): return flow.generate("Once upon a time there was", max_new_tokens=n, do_sample=False)
+
+
+def test_pictures_taken_while_experts_come_and_go():
+    "By another thread, between any two bytecodes: an expert that never was there is not shown as there."
+    cache = ExpertCache([8] * 4, 16, LRU(32))
+    board, over = Board(cache), threading.Event()
+
+    def churn():
+        while not over.is_set():
+            cache.take(0, 1, 3)
+            cache.drop(3)
+
+    thread, before = threading.Thread(target=churn), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        end = time.monotonic() + 3
+        while time.monotonic() < end:
+            assert cells_of(board)[3, 7] == AWAY
+    finally:
+        over.set()
+        thread.join()
+        sys.setswitchinterval(before)
 
 
 def test_a_run_looks_as_the_simulator_says_and_writes_the_same(flow):
