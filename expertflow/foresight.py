@@ -6,11 +6,11 @@
 __all__ = ['Steps', 'MISSED_TO_WASTED', 'record_steps', 'Degraded', 'Predictor', 'needed', 'worth_loading', 'Tally', 'Foresight',
            'before_pass', 'predictor_file', 'predictor_bytes', 'make_predictor']
 
-# %% ../nbs/10a_foresight.ipynb #8986343a
+# %% ../nbs/10a_foresight.ipynb #0dd445ba
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -102,7 +102,7 @@ def worth_loading(
     order = np.argsort(-need, axis=1, kind="stable")
     return [[int(e) for e in row if p[e] * ratio > 1 - p[e]] for row, p in zip(order, need, strict=True)]
 
-# %% ../nbs/10a_foresight.ipynb #ba090233
+# %% ../nbs/10a_foresight.ipynb #748183be
 @dataclass
 class Tally:
     "What predictions were worth, by distance in layers (index 0: the next one), in experts of layer-steps."
@@ -124,13 +124,13 @@ class Tally:
         self.layers[layer] = before[0] + len(needed), before[1] + right
 
     def recall(self) -> list[float | None]:
-        return [r / n if n else None for r, n in zip(self.right, self.needed, strict=True)]
+        return [r / n if n else None for r, n in zip(self.right, self.needed, strict=False)]  # may be growing just now
 
     def precision(self) -> list[float | None]:
-        return [r / n if n else None for r, n in zip(self.right, self.named, strict=True)]
+        return [r / n if n else None for r, n in zip(self.right, self.named, strict=False)]
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"recall": self.recall(), "precision": self.precision()}
+        return asdict(replace(self, layers=self.layers.copy())) | {"recall": self.recall(), "precision": self.precision()}
 
 # %% ../nbs/10a_foresight.ipynb #bca44d9c
 def _close(eyes: "Foresight") -> None:

@@ -1,5 +1,6 @@
 "Predictions change when experts move, never what is computed: on the CPU, and on the simulated accelerator with everything late."
 
+import sys
 import threading
 
 import pytest
@@ -168,6 +169,22 @@ def test_distances_are_checked(tmp_path):
             with pytest.raises(ConfigError, match=f"prediction_lookahead={far}: .* 1 to 2 layers"):
                 Foresight(flow.runtime, find_taps(flow.model), Gate(flow.model), far)
         assert flow.runtime.prefetcher is None
+
+
+def test_a_report_while_the_first_layers_are_counted():
+    "By another thread, which counts distances and layers for the first time."
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(300):
+            t = Tally()
+            thread = threading.Thread(target=lambda t=t: [t.add(k % 4 + 1, [1, 2], [2, 3], k) for k in range(60)])
+            thread.start()
+            while thread.is_alive():
+                t.as_dict()
+        assert t.as_dict()["recall"] == [0.5] * 4 and len(t.as_dict()["layers"]) == 60
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_tally():
