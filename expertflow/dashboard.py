@@ -9,7 +9,7 @@ __all__ = ['COLOURS', 'CONFIG', 'Meter', 'Marks', 'marks', 'Speaker', 'Figures',
            'Figure', 'Chart', 'here', 'curves', 'WhatIf', 'replay', 'Predictor', 'Timeline', 'text_html', 'Panel',
            'Tabs', 'Connected', 'leave', 'Dashboard']
 
-# %% ../nbs/13a_dashboard.ipynb #d83f7a16
+# %% ../nbs/13a_dashboard.ipynb #f3e7533d
 import html
 import os
 import threading
@@ -17,13 +17,14 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
 from .card import read_card
-from .config import POLICIES, WEIGHTS, ExpertFlowError, fmt_bytes
+from .config import POLICIES, WEIGHTS, CheckpointError, ExpertFlowError, fmt_bytes
 from .flow import ExpertFlow, heat_order
 from .foresight import predictor_file
 from .live import FIXED, Now
@@ -234,7 +235,7 @@ def shared_out(weights: Mapping[str, float], moved: str) -> dict[str, float]:
     first = round(left * (weights[a] / had if had else 0.5), 2)
     return {k: {moved: weights[moved], a: first, b: round(left - first, 2)}[k] for k in weights}
 
-# %% ../nbs/13a_dashboard.ipynb #98fb43d8
+# %% ../nbs/13a_dashboard.ipynb #18289279
 @dataclass(frozen=True)
 class Limits:
     "What can be chosen for a loaded model."
@@ -245,7 +246,9 @@ class Limits:
     ahead: int  # layers that the predictor can look ahead
 
 def limits(flow: ExpertFlow) -> Limits:
-    plan, file = flow.plan, predictor_file(flow.config.prediction_model_path, flow.checkpoint)
+    plan, file = flow.plan, None
+    with suppress(CheckpointError):  # whoever switches prefetching on is told
+        file = predictor_file(flow.config.prediction_model_path, flow.checkpoint)
     room = max(flow.room.available, plan.nominal) - plan.fixed
     most = max(plan.slots, min(plan.total_experts, room // plan.slot_bytes))
     ahead = int(read_card(file)["ahead"]) if file else 4
@@ -370,7 +373,7 @@ class Controls:
 def column(controls: Controls, *names: str) -> Any:
     return W.VBox([W.HBox([controls.notes[n], controls.c[n]]) for n in names])
 
-# %% ../nbs/13a_dashboard.ipynb #dd433e67
+# %% ../nbs/13a_dashboard.ipynb #337bb62e
 @dataclass
 class Token:
     "One pass of one token, in seconds from its first layer."
@@ -396,8 +399,8 @@ class Log:
                 self.times, self.rt.executor.timeline, self.wish = [], [], False
         self.layer = layer
         self.steps.append((layer, tuple(experts)))
-        if self.times is not None:
-            self.times.append((time.perf_counter(), layer, self.rt.traffic.stall))
+        if (times := self.times) is not None:
+            times.append((time.perf_counter(), layer, self.rt.traffic.stall))
 
     def _over(self) -> None:
         times, timeline, now = self.times or [], self.rt.executor.timeline or [], time.perf_counter()
@@ -630,7 +633,7 @@ class Timeline:
         self.words.value = (f"{1e3 * total:.1f} ms for this token, of which {1e3 * waited:.1f} ms stalled, {len(token.copies)} "
                             "copies; a layer's time is that from its router's choice to the next one's")  # fmt: skip
 
-# %% ../nbs/13a_dashboard.ipynb #6980264c
+# %% ../nbs/13a_dashboard.ipynb #da9a0d14
 _BOX = ("white-space:pre-wrap;overflow-y:auto;display:flex;flex-direction:column-reverse;padding:4px 6px;line-height:1.35;"
         "border:1px solid var(--jp-border-color1,#999)")  # fmt: skip
 
@@ -643,7 +646,6 @@ class Panel(W.VBox):
     "The widgets of a dashboard, and how they are laid out."
 
     def __init__(self, flow: ExpertFlow, prompt: str, max_new_tokens: int):
-        self.map = ResidencyMap.of(flow, rate=12.0, height=380)
         self.prompt = W.Textarea(value=prompt, rows=2, layout=W.Layout(flex="1 1 auto", height="46px"), tooltip="prompt")
         self.tokens = W.BoundedIntText(value=max_new_tokens, min=1, max=flow.config.context, layout=W.Layout(width="75px"))
         self.tokens.tooltip = f"new tokens at most, 1 to {flow.config.context}"
@@ -652,6 +654,7 @@ class Panel(W.VBox):
         self.run = W.Button(description="Run", button_style="primary", layout=W.Layout(width="70px"))
         self.halt = W.Button(description="Stop", disabled=True, layout=W.Layout(width="70px"))
         self.status, self.text, self.numbers, self.memory = W.HTML(), W.HTML(), W.HTML(), W.HTML()
+        self.map = ResidencyMap.of(flow, rate=12.0, height=380)  # last: it has a thread
         self.map.layout.flex, self.map.layout.min_width = "5 1 0", "260px"
         self.side = W.VBox([self.text, self.numbers, self.memory], layout=W.Layout(flex="4 1 0", min_width="0"))
         top = W.HBox([self.prompt, W.VBox([W.HBox([self.run, self.halt]), W.HBox([self.tokens, self.sample])])])
@@ -742,24 +745,25 @@ class Connected(Panel):
         self.tabs.refresh()
         return True
 
-# %% ../nbs/13a_dashboard.ipynb #f793e193
+# %% ../nbs/13a_dashboard.ipynb #0503c7d1
 def leave(panel: Connected) -> None:
     "Ends everything that runs for the panel."
     board = panel.map.board
     panel.speaker.stop()
     panel.wishes.close()
     panel.tabs.close()
-    panel.diary.stop()
     board.readers = tuple(r for r in board.readers if r is not panel.diary)
+    panel.diary.stop()  # now that nobody tells it of another token
     panel.map.close()
 
 class Dashboard(Connected):
     "A panel for a loaded model: prompt, text, map, figures, controls. `close` it, and nothing of it is left."
 
     def close(self) -> None:
-        self.painter.stop()
-        leave(self)
-        self.speaker.wait()
+        if hasattr(self, "painter"):  # else it could not be made
+            self.painter.stop()
+            leave(self)
+            self.speaker.wait()
         super().close()
 
     def __repr__(self) -> str:

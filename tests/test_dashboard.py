@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from traitlets import TraitError
 
 from expertflow import ExpertFlow, ExpertFlowError
 from expertflow.config import POLICIES, WEIGHTS
@@ -248,6 +249,37 @@ def test_closing_stops_everything(flow):
     panel.close()
     assert not threads() and flow.runtime.cache.watcher is None and flow.runtime.executor.timeline is None
     assert flow.generate(PROMPT, max_new_tokens=4, do_sample=False)
+
+
+def test_nothing_is_left_of_a_panel_that_could_not_be_made(flow):
+    before = threads()
+    with pytest.raises(TraitError): flow.dashboard(max_new_tokens="many")
+    assert threads() == before and flow.runtime.cache.watcher is None
+
+
+def test_a_predictor_that_is_not_there_is_no_reason_not_to_open(flow):
+    flow.set(prediction_model_path="/not/there", prediction_lookahead=0)
+    panel = flow.dashboard(prompt=PROMPT)
+    try:
+        panel.controls.c["prefetch"].value = True
+        until(lambda: panel.wishes.error)
+        assert "/not/there" in panel.wishes.error
+        until(lambda: not panel.controls.c["prefetch"].value)
+    finally:
+        panel.close()
+        flow.set(prediction_model_path=None)
+
+
+def test_closed_while_somebody_else_generates(flow):
+    "Tokens that come while the panel is taken down: none of them leaves the executor noting its copies for ever."
+    panel = flow.dashboard(prompt=PROMPT)
+    stop, panel.diary.wish = panel.diary.stop, True
+    def meanwhile():
+        stop()
+        flow.generate(PROMPT, max_new_tokens=4)
+    panel.diary.stop = meanwhile
+    panel.close()
+    assert flow.runtime.executor.timeline is None and panel.diary.times is None
 
 
 def test_closed_by_somebody_else(flow):
