@@ -215,5 +215,5 @@ def test_the_panel_as_an_app(page, tmp_path):
         text, painted = page.inner_text(".ef-text"), page.evaluate(f"{CELLS}.painted")
         page.wait_for_timeout(1500)
         assert page.inner_text(".ef-text") == text and page.evaluate(f"{CELLS}.painted") - painted <= 2
-        ours = [x for x in page.complaints if "ERR_NAME_NOT_RESOLVED" not in x]         # Voila's own page asks for fonts elsewhere
+        ours = [x for x in page.complaints if "ERR_NAME_NOT_RESOLVED" not in x]  # Voila's own page asks for fonts elsewhere
         assert not ours, ours
