@@ -246,7 +246,7 @@ class Threads(Waiting):
         if counted:
             self._bells[0].put(True)  # the others may begin
 
-# %% ../nbs/09a_mover.ipynb #804e2f1c
+# %% ../nbs/09a_mover.ipynb #d5e84d02
 class Workers(Threads):
     "Threads that do jobs, the urgent ones first."
 
@@ -273,7 +273,8 @@ class Workers(Threads):
             for _ in self._threads:
                 bell.put(False)
         for t in self._threads:
-            t.join(timeout)
+            if t is not threading.current_thread():  # which may be the one that finds a forgotten model to be garbage
+                t.join(timeout)
         self._drop()
 
     def _drop(self) -> None:

@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 import threading
+import time
 import warnings
 import weakref
 from pathlib import Path
@@ -475,6 +476,18 @@ def test_forgotten_without_close(own):
     del model
     gc.collect()
     assert len(readers()) == before and not open_files(own) and slab() is None
+
+
+def test_forgotten_where_a_reader_thread_collects_garbage(own):
+    "It is closed by one of the threads that closing waits for."
+    before = len(readers())
+    f = offloaded(own)
+    f.runtime.executor.readers.submit(f.runtime.close).result(20)
+    end = time.monotonic() + 20
+    while len(readers()) > before:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert not open_files(own)
 
 
 def test_many_times_leaves_nothing(own):
