@@ -165,7 +165,7 @@ def _expect(eyes: "Foresight", layer: int, need: np.ndarray) -> list[tuple[int, 
     eyes.tally.steps += 1
     return answers
 
-# %% ../nbs/10a_foresight.ipynb #206561f1
+# %% ../nbs/10a_foresight.ipynb #dfebcbbb
 class Foresight:
     "A runtime's prefetcher that asks `predictor` about the next `lookahead` MoE layers. `close` takes it off again."
 
@@ -179,10 +179,10 @@ class Foresight:
         ratio: float = MISSED_TO_WASTED,
         planner: Planner | None = None,  # decides what is loaded; None: whatever is likelier needed than not
     ):
-        self.planner, runtime.executor.timing, self.predicting = planner, planner is not None, 0.0  # s
         self.lookahead = predictor.ahead if lookahead is None else lookahead
         if not 1 <= self.lookahead <= predictor.ahead:
             raise ConfigError(f"prediction_lookahead={self.lookahead}: this predictor looks 1 to {predictor.ahead} layers ahead")
+        self.planner, runtime.executor.timing, self.predicting = planner, planner is not None, 0.0  # s
         self.runtime, self.predictor, self.ratio, self.tally, self.name = runtime, predictor, ratio, Tally(), name
         self.own = threading.local()  # each generation has its stream
         self.latest = dict[int, np.ndarray]()  # layer -> [E] probabilities, as last predicted; for those who look on

@@ -13,6 +13,7 @@ from test_exact import generate, offloaded, prompts, resident, same
 from expertflow.config import ConfigError, ExpertFlowError
 from expertflow.flow import ExpertFlow
 from expertflow.foresight import Foresight, Tally
+from expertflow.planner import Planner
 from expertflow.taps import find_taps
 from expertflow.testing import write_checkpoint
 
@@ -167,8 +168,8 @@ def test_distances_are_checked(tmp_path):
     with offloaded(path, "grouped_mm", "50%") as flow:
         for far in (0, 3):
             with pytest.raises(ConfigError, match=f"prediction_lookahead={far}: .* 1 to 2 layers"):
-                Foresight(flow.runtime, find_taps(flow.model), Gate(flow.model), far)
-        assert flow.runtime.prefetcher is None
+                Foresight(flow.runtime, find_taps(flow.model), Gate(flow.model), far, planner=Planner(flow.runtime.cache, 1))
+        assert flow.runtime.prefetcher is None and not flow.runtime.executor.timing
 
 
 def test_a_report_while_the_first_layers_are_counted():
