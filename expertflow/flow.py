@@ -366,7 +366,7 @@ def prompt_of(model_kwargs: Mapping[str, Any]) -> int:  # tokens
     mask = model_kwargs.get("attention_mask")
     return mask.shape[-1] if isinstance(mask, Tensor) else 1 << 40
 
-# %% ../nbs/10b_flow.ipynb #84814987
+# %% ../nbs/10b_flow.ipynb #10846ae7
 def around_generate(cls: type[PreTrainedModel], flow: "Callable[[], ExpertFlow]") -> dict[str, Any]:
     "Methods for the offloaded subclass of `cls`: `generate` with a clock and a way out for errors, and admission."
 
@@ -384,7 +384,7 @@ def around_generate(cls: type[PreTrainedModel], flow: "Callable[[], ExpertFlow]"
             with this.requests.one():
                 out = cls.generate(self, *args, **kwargs)  # type: ignore[attr-defined]
         except BaseException as e:
-            this.generations.append(watch.finish(1, len(clock.ticks), e))
+            this.generations.append(watch.finish(len(ids) if length else 1, len(clock.ticks), e))
             raise
         tokens = out if isinstance(out, Tensor) else out.sequences
         this.generations.append(watch.finish(tokens.shape[0], tokens.shape[-1] - length))

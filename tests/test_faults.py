@@ -469,6 +469,18 @@ def test_error_reaches_the_consumer_of_stream(path, want, monkeypatch):
         works(flow, want)
 
 
+def test_tokens_of_a_batch_that_breaks_off_are_counted(path):
+    with load(path, batch=2) as flow:
+        def breaks(ids, scores, **_):
+            if ids.shape[1] == X.shape[1] + 3:
+                raise TimeoutError("mine")
+            return torch.zeros(len(ids), dtype=torch.bool)
+
+        with pytest.raises(TimeoutError):
+            flow.model.generate(X[:1].repeat(2, 1), max_new_tokens=9, do_sample=False, stopping_criteria=[breaks])
+        assert flow.generations[-1].new_tokens == 2 * 3 and flow.generations[-1].error == "TimeoutError: mine"
+
+
 def test_a_consumer_that_stops_early(path, want):
     with load(path) as flow:
         threads = ours()
