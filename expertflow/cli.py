@@ -32,40 +32,53 @@ def _settings(a: argparse.Namespace) -> dict[str, Any]:
             found[key.strip()] = value  # a bare word, or nothing that a setting can be
     return found
 
-# %% ../nbs/14_cli.ipynb #6906e4d3
+# %% ../nbs/14_cli.ipynb #9b9102ab
 def generate(a: argparse.Namespace) -> int:
     "Streams the answer; with --json prints one JSON object at the end instead."
-    cfg = Config.make(a.config, **_settings(a))
-    _check_request(a)
+    cfg, prompts = Config.make(a.config, **_settings(a)), _prompts(a)
+    _check_request(a, prompts)
     if a.live:
         changed(cfg, load_config(a.live))
     from expertflow.flow import ExpertFlow
 
     _quiet()
     with ExpertFlow.from_pretrained(cfg) as flow:
-        _fit_context(flow, a)
+        for i, prompt in enumerate(prompts):
+            _fit_context(flow, a, prompt, i)
         live = LiveFile(a.live, flow.set) if a.live else None
         if live and (problem := live.poll()):
             raise ExpertFlowError(problem)
-        sampling: dict[str, Any] = {"do_sample": False}
-        if a.temperature > 0:
-            import torch
-
-            torch.manual_seed(a.seed)
-            sampling = {"do_sample": True, "temperature": a.temperature}
-        text = ""
-        for piece in flow.stream(a.prompt, max_new_tokens=a.max_new_tokens, **sampling):
-            text += piece
-            if not a.json:
-                print(piece, end="", flush=True)
-            if live and (problem := live.poll()):
-                _say(f"{problem}; the settings stay as they were", 0)
+        found = (_all_of if a.prompts else _one)(flow, a, prompts, live)
         report = flow.report()
         if a.json:
-            print(json.dumps({"text": text} | ({"report": report.as_dict()} if a.report else {})))
+            print(json.dumps(found | ({"report": report.as_dict()} if a.report else {})))
         else:
             print(f"\n\n{report}" if a.report else "")
     return 0
+
+def _sampling(a: argparse.Namespace) -> dict[str, Any]:
+    "What `generate` of transformers is told."
+    how: dict[str, Any] = {"max_new_tokens": a.max_new_tokens, "do_sample": False}
+    if a.temperature > 0:
+        import torch
+
+        torch.manual_seed(a.seed)
+        how |= {"do_sample": True, "temperature": a.temperature}
+    return how
+
+def _look(live: LiveFile | None) -> None:
+    if live and (problem := live.poll()):
+        _say(f"{problem}; the settings stay as they were", 0)
+
+def _one(flow: Any, a: argparse.Namespace, prompts: list[Any], live: LiveFile | None) -> dict[str, Any]:
+    "The answer, printed as it comes."
+    text = ""
+    for piece in flow.stream(prompts[0], **_sampling(a)):
+        text += piece
+        if not a.json:
+            print(piece, end="", flush=True)
+        _look(live)
+    return {"text": text}
 
 def _quiet() -> None:
     "No progress bars or advice from transformers between our own lines."
@@ -74,12 +87,61 @@ def _quiet() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
-# %% ../nbs/14_cli.ipynb #87828ef2
-def _check_request(a: argparse.Namespace) -> None:
+# %% ../nbs/14_cli.ipynb #737aae08
+def _prompts(a: argparse.Namespace) -> list[Any]:
+    "What is asked: PROMPT, or the lines of a file."
+    if (a.prompt is None) == (a.prompts is None):
+        a.refuse("give either a PROMPT or --prompts FILE")
+    if a.prompts is None:
+        return [a.prompt]
     try:
-        a.prompt.encode()
-    except UnicodeEncodeError as e:  # bytes that the shell passed on as they were
-        raise ExpertFlowError(f"PROMPT: not UTF-8 text (character {e.start})") from None
+        with sys.stdin if a.prompts == "-" else open(a.prompts, encoding="utf-8") as f:
+            lines = [(i, x.strip()) for i, x in enumerate(f.read().split("\n"), 1) if x.strip()]
+    except (OSError, UnicodeError) as e:
+        raise ExpertFlowError(f"--prompts {a.prompts}: cannot be read as UTF-8 text ({e})") from None
+    if not lines:
+        raise ExpertFlowError(f"--prompts {a.prompts}: there is no prompt in it; write one on each line")
+    return [_from_json(a.prompts, i, x) if a.prompts.endswith(".jsonl") else x for i, x in lines]
+
+def _from_json(name: str, line: int, text: str) -> Any:
+    "A prompt of a .jsonl file: a text, chat messages, or an object with one of them as `prompt` or `messages`."
+    try:
+        x = json.loads(text)
+        x = x.get("prompt", x.get("messages")) if isinstance(x, dict) else x
+    except (ValueError, RecursionError) as e:
+        raise ExpertFlowError(f"{name}, line {line}: not JSON ({e})") from None
+    if not x or not isinstance(x, (str, list)):
+        raise ExpertFlowError(f'{name}, line {line}: write "a text", [chat messages], or {{"prompt": ...}} with one of them')
+    return x
+
+def _all_of(flow: Any, a: argparse.Namespace, prompts: list[Any], live: LiveFile | None) -> dict[str, Any]:
+    "The answers, printed in the order asked."
+    texts: dict[int, str] = {}
+    told = 0
+    try:
+        for i, text in flow.stream_many(prompts, progress=not a.json, **_sampling(a)):
+            texts[i] = text
+            while told in texts and not a.json:
+                asked = prompts[told] if isinstance(prompts[told], str) else json.dumps(prompts[told], ensure_ascii=False)
+                print(f"[{told + 1}] {asked}\n{texts[told].strip()}\n", flush=True)
+                told += 1
+            _look(live)
+    except BaseException:  # what is there already is not lost
+        if a.json and texts:
+            print(json.dumps(_answers(prompts, texts)))
+        raise
+    return _answers(prompts, texts)
+
+def _answers(prompts: list[Any], texts: dict[int, str]) -> dict[str, Any]:
+    return {"answers": [{"prompt": p, "text": texts.get(i)} for i, p in enumerate(prompts)]}
+
+# %% ../nbs/14_cli.ipynb #abe11716
+def _check_request(a: argparse.Namespace, prompts: list[Any]) -> None:
+    for i, x in enumerate(prompts, 1):
+        try:
+            (x if isinstance(x, str) else json.dumps(x, ensure_ascii=False)).encode()
+        except UnicodeEncodeError as e:  # bytes that the shell passed on as they were
+            raise ExpertFlowError(f"{f'prompt {i}' if a.prompts else 'PROMPT'}: not UTF-8 text (character {e.start})") from None
     if a.max_new_tokens < 1:
         raise ExpertFlowError(f"--max-new-tokens {a.max_new_tokens}: at least 1")
     if a.temperature and not 0.001 <= a.temperature < float("inf"):  # logits are divided by it: below, they overflow
@@ -87,14 +149,14 @@ def _check_request(a: argparse.Namespace) -> None:
     if not 0 <= a.seed < 2**63:
         raise ExpertFlowError(f"--seed {a.seed}: 0 or more, and below 2**63")
 
-# %% ../nbs/14_cli.ipynb #30572404
-def _fit_context(flow: Any, a: argparse.Namespace) -> None:
+# %% ../nbs/14_cli.ipynb #74e425d9
+def _fit_context(flow: Any, a: argparse.Namespace, prompt: Any, i: int) -> None:
     from expertflow.flow import encode
 
-    n = encode(flow, a.prompt)["input_ids"].shape[1]
+    n, which = encode(flow, prompt)["input_ids"].shape[1], f"prompt {i + 1}" if a.prompts else "the prompt"
     if n + a.max_new_tokens > flow.config.context:
         raise ExpertFlowError(
-            f"the prompt has {n} tokens, with {a.max_new_tokens} new ones that is more than the context of "
+            f"{which} has {n} tokens, with {a.max_new_tokens} new ones that is more than the context of "
             f"{flow.config.context}: raise --context, or lower --max-new-tokens"
         )
 
@@ -322,13 +384,14 @@ def _slots(x: str) -> int | float:
         raise ExpertFlowError(f"--slots {x}: a number of slots, or a share of the experts up to 100%, e.g. 25%")
     return n
 
-# %% ../nbs/14_cli.ipynb #c400203d
+# %% ../nbs/14_cli.ipynb #b3284442
 def parser() -> argparse.ArgumentParser:
     "All commands and their options."
     p = argparse.ArgumentParser(prog="expertflow", description="Run mixture-of-experts models that do not fit your memory.")
     sub = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
     g = sub.add_parser("generate", help="write text with a model under a memory budget")
-    g.add_argument("prompt", metavar="PROMPT")
+    g.add_argument("prompt", metavar="PROMPT", nargs="?")
+    g.add_argument("--prompts", metavar="FILE", help="a prompt on each line (.jsonl: of JSON; -: stdin), answered in groups")
     g.add_argument("--model", help="folder, bundled name or hub repository (default: the bundled model)")
     g.add_argument("--gpu-memory", help='budget of the device (of host memory without a GPU): "6GB", "50%%", auto')
     g.add_argument("--cpu-memory", help="budget of the host tier behind an accelerator")
@@ -342,7 +405,7 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--report", action="store_true", help="print where time and bytes went")
     g.add_argument("--live", metavar="FILE", help="settings (JSON or TOML) that are read again whenever FILE changes")
     g.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    g.set_defaults(run=generate)
+    g.set_defaults(run=generate, refuse=g.error)
     _more(sub)
     _trace_options(sub)
     _simulate_options(sub)

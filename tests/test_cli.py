@@ -1,5 +1,6 @@
 """The command line: output, errors and exit status; where it matters in a process of its own, else through its entry point."""
 
+import io
 import json
 import os
 import shutil
@@ -386,3 +387,62 @@ def test_train_both_kinds(run, tmp_path):
     assert sorted(f.name for f in tmp_path.iterdir()) == ["layers.safetensors", "path.safetensors", "text.txt"]
     rc, out, err = run(*small, tmp_path / "no.safetensors", "--kind", "path", "--context")
     assert rc == 2 and "--context" in err and not out and not (tmp_path / "no.safetensors").exists()
+
+
+# ---- many prompts ----
+
+
+def test_many_prompts(run, fails, path, tmp_path, monkeypatch):
+    "Answers in the order asked, those of `generate_many`; as text, as JSON, from standard input."
+    from expertflow.flow import ExpertFlow
+
+    asked = [PROMPT, "Once upon a time", "To be or not"]
+    file, jsonl = tmp_path / "p.txt", tmp_path / "p.jsonl"
+    file.write_text("\n\n".join(asked) + "\n", encoding="utf-8")
+    jsonl.write_text("\n".join([json.dumps(asked[0]), json.dumps({"prompt": asked[1]}), json.dumps({"prompt": asked[2]})]))
+    more = ("--model", path, "--gpu-memory", "50%", "--context", 128, "--max-new-tokens", 6)
+    with ExpertFlow.from_pretrained(path, gpu_memory_budget="50%", context=128) as flow:
+        want = flow.generate_many(asked, max_new_tokens=6, do_sample=False)
+    for name in (file, jsonl):
+        code, out, _ = run("generate", "--prompts", name, "--json", "--report", *more)
+        found = json.loads(out)
+        assert code == 0 and [x["prompt"] for x in found["answers"]] == asked and [x["text"] for x in found["answers"]] == want
+        assert found["report"]["runs"]
+    code, out, _ = run("generate", "--prompts", file, *more)
+    assert code == 0 and [out.index(f"[{i + 1}] {x}\n{want[i].strip()}") for i, x in enumerate(asked)] == sorted(
+        out.index(f"[{i + 1}] {x}\n{want[i].strip()}") for i, x in enumerate(asked)
+    )
+    monkeypatch.setattr("sys.stdin", io.StringIO(asked[1]))
+    code, out, _ = run("generate", "--prompts", "-", "--json", *more)
+    assert code == 0 and json.loads(out)["answers"] == [{"prompt": asked[1], "text": want[1]}]
+
+
+def test_many_prompts_that_are_none(run, fails, path, tmp_path):
+    more = ("--model", path, "--context", 64, "--max-new-tokens", 8)
+    for words in ((), (PROMPT, "--prompts", "x")):
+        code, _, err = run("generate", *words, *more)
+        assert code == 2 and err.startswith("usage: expertflow generate") and "give either a PROMPT or --prompts FILE" in err
+    assert "cannot be read" in fails("generate", "--prompts", tmp_path / "none", *more)
+    cases = {"a.txt": (b"\n \n", "no prompt in it"), "b.txt": (b"\xff\xfe", "cannot be read as UTF-8"),
+             "c.jsonl": (b'"fine"\n{"text": 1}', "c.jsonl, line 2: write"),
+             "d.jsonl": (b'"fine"\n\n[', "d.jsonl, line 3: not JSON"),
+             "e.txt": (f"fox\n{'fox ' * 200}".encode(), "prompt 2 has")}  # fmt: skip
+    for name, (data, why) in cases.items():
+        (tmp_path / name).write_bytes(data)
+        assert why in fails("generate", "--prompts", tmp_path / name, *more)
+
+
+def test_many_prompts_of_which_one_cannot_be_answered(run, path, tmp_path, monkeypatch):
+    "What was answered before is printed; then the error."
+    from expertflow import flow as module
+
+    def two_then(flow, prompts, *args):
+        yield 0, "first"
+        raise module.UnfinishedError("prompt 1: boom", [1])
+
+    monkeypatch.setattr(module, "stream_texts", two_then)
+    (tmp_path / "p.txt").write_text("a\nb")
+    more = ("--model", path, "--context", 64, "--max-new-tokens", 4)
+    code, out, err = run("generate", "--prompts", tmp_path / "p.txt", "--json", *more)
+    assert code == 2 and "boom" in err
+    assert [x["text"] for x in json.loads(out)["answers"]] == ["first", None]
