@@ -366,7 +366,7 @@ def prompt_of(model_kwargs: Mapping[str, Any]) -> int:  # tokens
     mask = model_kwargs.get("attention_mask")
     return mask.shape[-1] if isinstance(mask, Tensor) else 1 << 40
 
-# %% ../nbs/10b_flow.ipynb #10846ae7
+# %% ../nbs/10b_flow.ipynb #6d80e6a9
 def around_generate(cls: type[PreTrainedModel], flow: "Callable[[], ExpertFlow]") -> dict[str, Any]:
     "Methods for the offloaded subclass of `cls`: `generate` with a clock and a way out for errors, and admission."
 
@@ -375,7 +375,7 @@ def around_generate(cls: type[PreTrainedModel], flow: "Callable[[], ExpertFlow]"
         if len(args) < 3:  # positional logits_processor: leave it alone
             kwargs["logits_processor"] = LogitsProcessorList([*(kwargs.get("logits_processor") or []), clock])
         ids = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs"))
-        length = ids.shape[-1] if isinstance(ids, Tensor) else 0
+        batch, length = (ids.shape[0], ids.shape[-1]) if isinstance(ids, Tensor) else (1, 0)
         this = flow()  # which stays until this call is over
         watch = Watch(this.runtime, clock, length, this.settings)
         if eyes := this.foresight:  # which another thread may take off at any time
@@ -384,7 +384,7 @@ def around_generate(cls: type[PreTrainedModel], flow: "Callable[[], ExpertFlow]"
             with this.requests.one():
                 out = cls.generate(self, *args, **kwargs)  # type: ignore[attr-defined]
         except BaseException as e:
-            this.generations.append(watch.finish(len(ids) if length else 1, len(clock.ticks), e))
+            this.generations.append(watch.finish(batch, len(clock.ticks), e))
             raise
         tokens = out if isinstance(out, Tensor) else out.sequences
         this.generations.append(watch.finish(tokens.shape[0], tokens.shape[-1] - length))
