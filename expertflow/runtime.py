@@ -604,7 +604,7 @@ class Driven(Loads):
                 taken += 1
         return taken
 
-# %% ../nbs/10_runtime.ipynb #85e7adea
+# %% ../nbs/10_runtime.ipynb #460a48f0
 Prefetcher = Callable[[int, Sequence[int]], Iterable[tuple[int, Sequence[int]]]]  # layer, its experts -> (layer, experts) to come
 
 class Guesses(Driven):
@@ -626,8 +626,8 @@ class Guesses(Driven):
             return len(loads)
 
     def look_ahead(self, layer: int, experts: Sequence[int]) -> None:
-        if self.prefetcher is not None:
-            for at, some in self.prefetcher(layer, experts):
+        if (prefetcher := self.prefetcher) is not None:  # closing the model takes it off
+            for at, some in prefetcher(layer, experts):
                 self.prefetch(at, some, evict=len(some))
 
     def aside(self, layer: int, experts: Sequence[int], meanwhile: Callable[[], None]) -> None:
@@ -819,13 +819,14 @@ class ForwardOnly(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise ExpertFlowError("no gradient through offloaded experts: they are for inference; train the resident model")
 
-# %% ../nbs/10_runtime.ipynb #066fc000
+# %% ../nbs/10_runtime.ipynb #f9c811ce
 def leave_out(rt: Runtime, layer: int, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:  # [N, K], both pairs
     "The router's choice without missing experts of little weight, if there are any."
     if (most := rt.tolerance.get(layer)) is None:  # another thread has just made the layer strict
         return index, weights
     row = rt.cache.slot_of[layer]
-    rt.skipped.rows += len(index)
+    with rt.lock:
+        rt.skipped.rows += len(index)
     if ABSENT not in row or not len(index):
         return index, weights
     ids, share = index.cpu(), (weights / weights.sum(-1, keepdim=True)).float().cpu()

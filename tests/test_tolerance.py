@@ -1,6 +1,8 @@
 "Experts of little weight left out: by the rule and no more, counted, and never where it is strict."
 
 import random
+import sys
+import threading
 
 import pytest
 import torch
@@ -146,6 +148,22 @@ def test_strict_does_not_come_near_it(path, monkeypatch):
         flow.runtime.cache.begin = begins
         generate(flow.model, {"input_ids": torch.arange(3, 4)[None]}, 30)
         assert set(layers) == {1} and needed[0] == needed[2] == 60 and needed[1] == 60 - flow.runtime.cache.count.skipped < 60
+
+
+def test_rows_of_several_threads_are_all_counted(path):
+    with load(path, "100%", strict=False, tolerance=0.5) as flow:
+        rt, index, weights = flow.runtime, torch.tensor([[0, 1]]), torch.tensor([[0.5, 0.5]])
+        threads = [threading.Thread(target=lambda: [leave_out(rt, 0, index, weights) for _ in range(3000)]) for _ in range(3)]
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            for t in threads:
+                t.start()
+            for t in threads:
+                t.join()
+        finally:
+            sys.setswitchinterval(before)
+        assert rt.skipped.rows == 3 * 3000
 
 
 def test_it_is_told(path):
