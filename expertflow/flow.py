@@ -10,9 +10,9 @@ __all__ = ['find_checkpoint', 'Room', 'look_around', 'plan_for', 'with_block', '
            'weights_of', 'evictor_for', 'tolerances', 'segment_slots', 'build_runtime', 'with_predictor', 'foresee',
            'see_paths', 'Ready', 'adjust', 'make_ready', 'room_now', 'put_into_effect', 'move_budget', 'encode',
            'stream_text', 'kv_memory', 'encode_all', 'stream_texts', 'Report', 'measured_peak', 'prediction_line',
-           'forecast_line', 'make_report', 'skipped_text', 'changed_text', 'report_table']
+           'forecast_line', 'make_report', 'skipped_text', 'changed_text', 'ended_badly', 'report_table']
 
-# %% ../nbs/10b_flow.ipynb #704401f4
+# %% ../nbs/10b_flow.ipynb #18042367
 import contextlib
 import functools
 import importlib
@@ -23,6 +23,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Self
 
@@ -960,14 +961,15 @@ def encode_all(flow: Many, prompts: Any) -> list[Tensor]:
             raise UnfinishedError(f"prompt {i} (counted from 0): {e}", [i]) from e
     return ids
 
-# %% ../nbs/10b_flow.ipynb #704eeb14
+# %% ../nbs/10b_flow.ipynb #4beafef8
 def stream_texts(
     flow: Many, prompts: Any, block: int | None, progress: bool, kwargs: dict[str, Any]
 ) -> Iterator[tuple[int, str]]:
     "`stream_many`."
     ids = encode_all(flow, prompts)
-    if block is not None and block < 1:
-        raise ExpertFlowError(f"block={block}: at least 1")
+    for key, x in {"block": block, "max_new_tokens": kwargs.get("max_new_tokens")}.items():
+        if x is not None and (not isinstance(x, Integral) or x < 1):
+            raise ExpertFlowError(f"{key}={x!r}: give a whole number, at least 1")
     if (new := kwargs.pop("max_new_tokens", None)) is None:
         new = flow.model.generation_config.max_new_tokens or 20  # as transformers has it
     if not ids:
@@ -1058,7 +1060,11 @@ def changed_text(x: Mapping[str, Any]) -> str:
     what = ", ".join(f"{key} {before} -> {after}" for key, (before, after) in x["settings"].items())
     return f"last after {x['step']} layer-steps: {what}"
 
-# %% ../nbs/10b_flow.ipynb #93ea8664
+# %% ../nbs/10b_flow.ipynb #c1150b1f
+def ended_badly(error: str) -> str:
+    kind, _, why = error.partition(": ")
+    return f"stopped    {why}" if kind == Stopped.__name__ else f"failed     {error}"
+
 def report_table(r: Report) -> str:
     "The report for people; the last run in full."
     lines = []
@@ -1076,7 +1082,7 @@ def report_table(r: Report) -> str:
         lines += [f"skipped    {skipped_text(g)}"] if g["skipped"] or not r.config["strict"] else []
         lines += [prediction_line(r)] if r.prediction else []
         lines += [forecast_line(r.forecast)] if r.forecast else []
-        lines += [f"failed     {g['error']}"] if g["error"] else []
+        lines += [ended_badly(g["error"])] if g["error"] else []
     p, dev = r.plan, r.memory["device"]
     lines += [
         f"memory     peak {fmt_bytes(r.peak)} measured, {fmt_bytes(dev['used'])} planned, budget {fmt_bytes(dev['capacity'])}",

@@ -867,12 +867,12 @@ def halting(asked: Callable[[], bool]) -> Iterator[None]:
     finally:
         del _HALT.asked
 
-# %% ../nbs/10_runtime.ipynb #9c3f06a3
+# %% ../nbs/10_runtime.ipynb #31f2fe9b
 def compute(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     "The layer's experts, by the way that gives the bits of its reference."
     rt, layer = module._expertflow
     if (asked := getattr(_HALT, "asked", None)) is not None and asked():
-        raise Stopped("stopped while the prompt was being read")
+        raise Stopped("while the prompt was being read")
     if rt.jobs:
         rt.catch_up()
     in_registry = hasattr(type(module).forward, "__wrapped__")

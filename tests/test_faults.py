@@ -509,7 +509,8 @@ def test_a_stop_while_the_prompt_is_read(mode, path, want):
         assert list(flow.stream("The quick brown fox", max_new_tokens=20, stop=stop)) == []
         hook.remove()
         run, done = flow.generations[-1], flow.runtime.cache.count.steps - steps
-        assert done == 1 < len(blocks) and run.new_tokens == 0 and "stopped while the prompt" in run.error and ours() == threads
+        assert done == 1 < len(blocks) and run.new_tokens == 0 and run.error == "Stopped: while the prompt was being read" and ours() == threads
+        assert "stopped    while the prompt was being read" in str(flow.report())
         stop.clear()
         pieces = []
         for piece in flow.stream("The quick brown fox", max_new_tokens=30, do_sample=False, stop=stop):  # and after some tokens
