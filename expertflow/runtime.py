@@ -948,13 +948,13 @@ class _Outside:
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         return expertflow_experts(self.module, hidden, index, weights)
 
-# %% ../nbs/10_runtime.ipynb #92ee3836
+# %% ../nbs/10_runtime.ipynb #541a4de9
 def _refuse(what: str, instead: str) -> Callable:
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         raise ExpertFlowError(f"{what} is not possible on a model with offloaded experts: {instead}")
     return method
 
-def _to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+def _to(self: Any, *args: Any, **kwargs: Any) -> nn.Module:
     "Moving to where it is already is allowed (pipelines do it); anything else is not."
     device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
     here = self.device

@@ -251,7 +251,8 @@ def test_what_is_refused(tiny):
         assert flow.generate_many([]) == []
         refused = [("one", {}, "give a list"), (["a", 3], {}, "prompt 1"), (["a"], {"num_beams": 2}, "num_beams=2"),
                    (["a"], {"max_new_tokens": -1}, "at least 1"), (["a"], {"max_new_tokens": 0}, "at least 1"),
-                   (["a"], {"max_new_tokens": "3"}, "whole number"), (["a"], {"block": "2"}, "whole number"), (["a"], {"block": 0}, "block=0"),
+                   (["a"], {"max_new_tokens": "3"}, "whole number"), (["a"], {"block": "2"}, "whole number"),
+                   (["a"], {"block": 0}, "block=0"),
                    (["a"], {"streamer": object()}, "streamer"), (["a"], {"max_length": 9}, "max_new_tokens=")]  # fmt: skip
         for prompts, kw, what in refused:
             with pytest.raises(ExpertFlowError, match=what):
