@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['COLOURS', 'CONFIG', 'Meter', 'Marks', 'marks', 'Speaker', 'Figures', 'figures', 'figures_html', 'memory_html',
-           'Wishes', 'shared_out', 'Limits', 'limits', 'make_controls', 'labels', 'wanted', 'in_force',
+           'Wishes', 'shared_out', 'Limits', 'limits', 'make_controls', 'labels', 'size_note', 'wanted', 'in_force',
            'without_effect', 'Controls', 'column', 'Token', 'Log', 'decoding', 'Replayed', 'compute_of', 'what_if',
            'Figure', 'Chart', 'here', 'curves', 'WhatIf', 'replay', 'Predictor', 'Timeline', 'text_html', 'Panel',
            'Tabs', 'Connected', 'leave', 'Dashboard']
 
-# %% ../nbs/13a_dashboard.ipynb #f3e7533d
+# %% ../nbs/13a_dashboard.ipynb #16b3e39f
 import html
 import os
 import threading
@@ -27,7 +27,9 @@ from .card import read_card
 from .config import POLICIES, WEIGHTS, CheckpointError, ExpertFlowError, fmt_bytes
 from .flow import ExpertFlow, heat_order
 from .foresight import predictor_file
-from .live import FIXED, Now
+from .hardware import memory_available
+from .ledger import Plan
+from .live import Now
 from .map import Painter, ResidencyMap
 from .runtime import Runtime
 from .simulator import LINKS, Compute, Link, simulate
@@ -235,7 +237,7 @@ def shared_out(weights: Mapping[str, float], moved: str) -> dict[str, float]:
     first = round(left * (weights[a] / had if had else 0.5), 2)
     return {k: {moved: weights[moved], a: first, b: round(left - first, 2)}[k] for k in weights}
 
-# %% ../nbs/13a_dashboard.ipynb #18289279
+# %% ../nbs/13a_dashboard.ipynb #a2265f8f
 @dataclass(frozen=True)
 class Limits:
     "What can be chosen for a loaded model."
@@ -244,6 +246,8 @@ class Limits:
     most: int  # slots
     layers: int
     ahead: int  # layers that the predictor can look ahead
+    host_least: int  # experts in the host tier
+    host_most: int  # 0: there is no host tier
 
 def limits(flow: ExpertFlow) -> Limits:
     plan, file = flow.plan, None
@@ -252,19 +256,24 @@ def limits(flow: ExpertFlow) -> Limits:
     room = max(flow.room.available, plan.nominal) - plan.fixed
     most = max(plan.slots, min(plan.total_experts, room // plan.slot_bytes))
     ahead = int(read_card(file)["ahead"]) if file else 4
-    return Limits(plan.total_experts, plan.min_slots, most, plan.moe_layers, max(1, min(ahead, plan.moe_layers - 1)))
+    ahead, least = max(1, min(ahead, plan.moe_layers - 1)), flow.config.io_threads + 1
+    host = min(plan.total_experts, flow.host_slots + memory_available() // plan.slot_bytes) if flow.host_slots else 0
+    return Limits(plan.total_experts, plan.min_slots, most, plan.moe_layers, ahead, least, host)
 
-# %% ../nbs/13a_dashboard.ipynb #38861f42
+# %% ../nbs/13a_dashboard.ipynb #64921d51
 def _slider(kind: Any, lo: float, hi: float, step: float, **more: Any) -> Any:
     return kind(min=lo, max=hi, step=step, value=lo, layout=W.Layout(width="210px"), **more)
 
+def _percents(least: int, most: int, experts: int) -> Any:
+    lo = -(-100 * least // experts)
+    return _slider(W.IntSlider, lo, max(1, lo, 100 * most // experts), 1)
+
 def make_controls(flow: ExpertFlow, at: Limits) -> dict[str, Any]:
     "The widgets, by the setting that they change (or its part)."
-    percent = lambda slots: 100 * slots / at.experts
     blocks = [("whole prompt", 0), *((f"{n} tokens", n) for n in (16, 32, 64, 128, 256, 512, 1024))]
     wide = W.Layout(width="210px")
     return {
-        "budget": _slider(W.IntSlider, -(-int(100 * at.least) // at.experts), max(1, int(percent(at.most))), 1),
+        "budget": _percents(at.least, at.most, at.experts),
         "policy": W.Dropdown(options=POLICIES, layout=wide),
         "block": W.Dropdown(options=blocks, layout=wide),
         "prefetch": W.Checkbox(indent=False, description="on", layout=wide),
@@ -275,6 +284,7 @@ def make_controls(flow: ExpertFlow, at: Limits) -> dict[str, Any]:
         "strict": W.Checkbox(indent=False, description="wait for the right expert", layout=wide),
         "strict_layers": W.SelectMultiple(options=range(at.layers), rows=3, layout=wide),
         "tolerance": _slider(W.FloatSlider, 0, 0.5, 0.01),
+        "host": _percents(at.host_least, at.host_most, at.experts) if at.host_most else _slider(W.IntSlider, 0, 1, 1),
     }
 
 def labels(flow: ExpertFlow, at: Limits) -> dict[str, str]:
@@ -287,18 +297,24 @@ def labels(flow: ExpertFlow, at: Limits) -> dict[str, str]:
         "transfer_cost": "weight of the cost to move, 0 to 1", "threshold": "throw out from, share of slots, 0.5 to 1",
         "warmup": f"warm-up, layer-steps, 0 to {20 * at.layers}", "strict": "strict",
         "strict_layers": f"layers strict all the same, 0 to {at.layers - 1}",
-        "tolerance": "tolerance, share of routing weight, 0 to 0.5",
+        "tolerance": "tolerance, share of routing weight, 0 to 0.5", "host": "host budget, % of the experts",
     }  # fmt: skip
 
-# %% ../nbs/13a_dashboard.ipynb #eedd0c07
+# %% ../nbs/13a_dashboard.ipynb #9fa83cfc
+def size_note(name: str, w: Any, plan: Plan, fixed: int) -> str:  # fixed: bytes beside the experts
+    slots = round(w.value * plan.total_experts / 100)
+    more = f"({slots} of {plan.total_experts}, {fmt_bytes(fixed + slots * plan.slot_bytes)}{' in all' * bool(fixed)})"
+    return _note(f"{name}, {w.min} to {w.max}", more)
+
+# %% ../nbs/13a_dashboard.ipynb #9e887735
 def wanted(c: Mapping[str, Any], name: str) -> dict[str, Any]:
     "The setting that a control stands for."
     value = c[name].value
     if name in WEIGHTS: return {"priority_weights": {k: c[k].value for k in WEIGHTS}}
     if name in ("prefetch", "ahead"): return {"prediction_lookahead": c["ahead"].value if c["prefetch"].value else 0}
     keys = {"budget": "gpu_memory_budget", "policy": "eviction_policy", "block": "token_block_size",
-            "threshold": "eviction_threshold", "warmup": "warmup_steps"}  # fmt: skip
-    if name == "budget": value = f"{value}%"
+            "threshold": "eviction_threshold", "warmup": "warmup_steps", "host": "cpu_memory_budget"}  # fmt: skip
+    if name in ("budget", "host"): value = f"{value}%"
     if name == "block": value = value or None  # 0: the whole prompt
     return {keys.get(name, name): value}
 
@@ -307,20 +323,23 @@ def in_force(flow: ExpertFlow, now: Now) -> dict[str, Any]:
     cfg, cache = now.config, flow.runtime.cache
     return {
         "budget": round(100 * flow.plan.slots / flow.plan.total_experts),
+        "host": round(100 * flow.host_slots / flow.plan.total_experts),
         "policy": cfg.eviction_policy, "block": cfg.token_block_size or 0,
         "prefetch": bool(cfg.lookahead), "ahead": cfg.lookahead or None, **flow.weights, "threshold": cache.threshold,
         "warmup": cache.warmup_steps, "strict": cfg.strict, "strict_layers": tuple(cfg.strict_layers), "tolerance": cfg.tolerance,
     }  # fmt: skip
 
-def without_effect(c: Mapping[str, Any], busy: bool) -> dict[str, str]:
-    "Controls that change nothing now, and why. `busy`: a prompt is being answered, with the memory that was set aside for it."
+def without_effect(c: Mapping[str, Any], busy: bool, host: bool) -> dict[str, str]:
+    """Controls that change nothing now, and why. `busy`: a prompt is being answered, with the memory that was set aside for it.
+    `host`: there is a host tier."""
     why = dict.fromkeys(WEIGHTS if c["policy"].value != "priority_based" else (), "only priority_based weighs")
+    if not host: why["host"] = "there is none, the device is the host"
     if busy: why["block"] = "not while a prompt is being answered"
     if not c["prefetch"].value: why["ahead"] = "prefetching is off"
     if c["strict"].value: why |= dict.fromkeys(("strict_layers", "tolerance"), "strict is on: nothing is left out")
     return why
 
-# %% ../nbs/13a_dashboard.ipynb #61021646
+# %% ../nbs/13a_dashboard.ipynb #db4e3bfb
 class Controls:
     "The controls of a model. `show` after a change of settings, from the painter's thread."
 
@@ -361,14 +380,13 @@ class Controls:
 
     def tell(self) -> None:
         "Notes beside the controls, and which are grey."
-        why, plan = without_effect(self.c, self.busy), self.flow.plan
-        names = labels(self.flow, self.at)
+        why = without_effect(self.c, self.busy, bool(self.flow.host_slots))
+        plan, names = self.flow.plan, labels(self.flow, self.at)
         for name, w in self.c.items():
             w.disabled = name in why
             self.notes[name].value = _note(names[name], why.get(name, ""))
-        w, slots = self.c["budget"], round(self.c["budget"].value * plan.total_experts / 100)
-        more = f"({slots} of {plan.total_experts}, {fmt_bytes(plan.fixed + slots * plan.slot_bytes)} in all)"
-        self.notes["budget"].value = _note(f"{names['budget']}, {w.min} to {w.max}", more)
+        for name, fixed in {"budget": plan.fixed, **({} if "host" in why else {"host": 0})}.items():
+            self.notes[name].value = size_note(names[name], self.c[name], plan, fixed)
 
 def column(controls: Controls, *names: str) -> Any:
     return W.VBox([W.HBox([controls.notes[n], controls.c[n]]) for n in names])
@@ -667,7 +685,7 @@ class Panel(W.VBox):
         role, style = "alert" if bad else "status", f"font-size:11px;line-height:1.3;color:{colour}"
         self.status.value = f"<div role='{role}' style='{style}'>{html.escape(words)}</div>"
 
-# %% ../nbs/13a_dashboard.ipynb #f569e906
+# %% ../nbs/13a_dashboard.ipynb #05823dc3
 class Tabs:
     "Controls, and what is only made when it is looked at."
 
@@ -675,8 +693,8 @@ class Tabs:
         self.make: dict[int, Callable[[], Any]] = {
             1: lambda: WhatIf(flow, log, speaker), 2: lambda: Predictor(flow), 3: lambda: Timeline(log)}  # fmt: skip
         self.made: dict[int, Any] = {}
-        host = W.HTML(f"<div style='font-size:11px;{_MUTED}'>host budget: {_host(flow)}</div>")
-        left = W.VBox([column(controls, "policy", "prediction_prob", "recency", "transfer_cost", "threshold", "warmup"), host])
+        names = ["policy", *WEIGHTS, "threshold", "warmup"]
+        left = column(controls, *(["host", *names] if flow.host_slots else [*names, "host"]))
         right = column(controls, "block", "prefetch", "ahead", "strict", "strict_layers", "tolerance")
         places = [W.HBox([left, right]), *(W.VBox() for _ in self.make)]
         self.box = W.Tab(places, titles=("Controls", "What if", "Predictor", "Timeline"))
@@ -694,10 +712,6 @@ class Tabs:
 
     def close(self) -> None:
         if 1 in self.made: self.made[1].close()
-
-def _host(flow: ExpertFlow) -> str:
-    if not flow.host_slots: return "there is none, the device is the host"
-    return f"{fmt_bytes(flow.host_slots * flow.plan.slot_bytes)}, fixed: {FIXED['cpu_memory_budget']}"
 
 # %% ../nbs/13a_dashboard.ipynb #3f3124c2
 class Connected(Panel):

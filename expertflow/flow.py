@@ -8,11 +8,12 @@ __all__ = ['find_checkpoint', 'Room', 'look_around', 'plan_for', 'with_block', '
            'Requests', 'longest', 'prompt_of', 'around_generate', 'Parts', 'Many', 'ExpertFlow', 'open_dashboard',
            'load_tokenizer', 'load', 'open_books', 'one_line', 'load_model', 'threshold_of', 'warmup_of', 'paths_of',
            'weights_of', 'evictor_for', 'tolerances', 'segment_slots', 'build_runtime', 'with_predictor', 'foresee',
-           'see_paths', 'Ready', 'adjust', 'make_ready', 'room_now', 'put_into_effect', 'move_budget', 'encode',
-           'stream_text', 'kv_memory', 'encode_all', 'stream_texts', 'Report', 'measured_peak', 'prediction_line',
-           'forecast_line', 'make_report', 'skipped_text', 'changed_text', 'ended_badly', 'report_table']
+           'see_paths', 'Ready', 'adjust', 'make_ready', 'room_now', 'put_into_effect', 'move_budget', 'with_host',
+           'host_to_come', 'move_host', 'encode', 'stream_text', 'kv_memory', 'encode_all', 'stream_texts', 'Report',
+           'measured_peak', 'prediction_line', 'forecast_line', 'make_report', 'skipped_text', 'changed_text',
+           'ended_badly', 'report_table']
 
-# %% ../nbs/10b_flow.ipynb #18042367
+# %% ../nbs/10b_flow.ipynb #2f5c9779
 import contextlib
 import functools
 import importlib
@@ -53,7 +54,7 @@ from .hardware import device_memory, give_back_freed, keep_few_kernels, memory_a
 from .ledger import Component, Inventory, Ledger, Plan, admit_kv, inventory, make_plan
 from .live import Settings
 from .many import BLOCK, Memory, UnfinishedError, answer_all, block_that_fits
-from .mover import AcceleratorExecutor, CpuExecutor, Executor, Link, Slab
+from .mover import AcceleratorExecutor, CpuExecutor, Executor, HostRow, Link, Slab, empty_host_cache, lacking, let_go, rows_for
 from .paths import HORIZONS
 from .pathsight import PathSight, path_bytes, path_file, ready_sight
 from .planner import Planner
@@ -181,16 +182,17 @@ def preload(rt: Runtime, order: Iterable[tuple[int, int]]) -> int:  # experts lo
         end(rt.cache, step)
     return sum(map(len, by_layer.values()))
 
-# %% ../nbs/10b_flow.ipynb #119ecbf0
-def host_slots(cfg: Config, plan: Plan, device: torch.device) -> int:
-    "Experts that the host tier behind an accelerator holds; on the CPU there is none, the device is the host."
+# %% ../nbs/10b_flow.ipynb #91416d82
+def host_slots(cfg: Config, plan: Plan, device: torch.device, own: int = 0) -> int:
+    """Experts that the host tier behind an accelerator holds; on the CPU there is none, the device is the host. `own`: bytes that
+    it has now, which are no less its own for being taken."""
     if device.type == "cpu":
         return 0
     budget, least = cfg.cpu_budget, cfg.io_threads + 1
     if isinstance(budget, Share):
         wanted = round(budget.fraction * plan.total_experts)
     else:
-        wanted = (memory_available() // 2 if budget is None else budget) // plan.slot_bytes
+        wanted = ((memory_available() + own) // 2 if budget is None else budget) // plan.slot_bytes
     if wanted < least:
         raise BudgetError(
             f"cpu_memory_budget={cfg.cpu_memory_budget}: the host tier needs at least "
@@ -761,7 +763,7 @@ def see_paths(flow: ExpertFlow, cfg: Config, forecast: PredictedForecast | None)
 
     return ready_sight(file, flow.model, find_taps(flow.model), forecast, flow.runtime.lock, tell)
 
-# %% ../nbs/10b_flow.ipynb #5b142d6e
+# %% ../nbs/10b_flow.ipynb #fdba4079
 @dataclass(frozen=True)
 class Ready:
     "What a new configuration needs, made while the old one is in force. None: stays as it is."
@@ -775,6 +777,7 @@ class Ready:
     see: Callable[[], PathSight] | None  # what keeps its forecast up to date
     predicts: bool  # somebody looks ahead
     look: Callable[[], Foresight] | None  # somebody else does
+    host: tuple[int, list[HostRow]] | None  # slots of the host tier, and memory for those that it lacks
 
 _MEMORY = {"gpu_memory_budget", "context", "batch", "token_block_size"}
 _POLICY = {"eviction_policy", "priority_weights", "forecast_model_path"}
@@ -784,9 +787,14 @@ def adjust(flow: ExpertFlow, changes: Mapping[str, Any], cfg: Config) -> int:  #
     "Puts a checked configuration into effect, or raises and leaves everything as it was."
     differ = {key for key in changes if getattr(cfg, key) != getattr(flow.config, key)}
     ready = make_ready(flow, cfg, differ, ", ".join(f"{k}={v}" for k, v in changes.items()), "gpu_memory_budget" in changes)
-    return flow.runtime.between(functools.partial(put_into_effect, flow, ready))
+    try:
+        return flow.runtime.between(functools.partial(put_into_effect, flow, ready))
+    finally:
+        if ready.host is not None:
+            ready.host[1].clear()  # refused: memory that was made for nothing
+            let_go(with_host(flow).host)
 
-# %% ../nbs/10b_flow.ipynb #0b442e46
+# %% ../nbs/10b_flow.ipynb #b834c52e
 def make_ready(flow: ExpertFlow, cfg: Config, differ: Set[str], asked: str, anew: bool) -> Ready:
     "The first part, which may take its time and may refuse. `anew`: plan again even if the budget is spelled as before."
     rt, inv = flow.runtime, flow.inventory
@@ -806,7 +814,8 @@ def make_ready(flow: ExpertFlow, cfg: Config, differ: Set[str], asked: str, anew
         heir, see = Successor(evictor), see_paths(flow, cfg, forecast)
         for _ in range(3):
             heir.catch_up(rt.cache)
-    return Ready(cfg, asked, inv, tolerance, plan, weights, heir, see, bool(cfg.lookahead), look)
+    host = host_to_come(flow, cfg)  # the last one: nothing is made for a change that is refused
+    return Ready(cfg, asked, inv, tolerance, plan, weights, heir, see, bool(cfg.lookahead), look, host)
 
 def room_now(flow: ExpertFlow, cfg: Config) -> Room:
     "On an accelerator, what was free before the model came; on the CPU the process counts as free."
@@ -814,7 +823,7 @@ def room_now(flow: ExpertFlow, cfg: Config) -> Room:
         return flow.room
     return Room(look_around(flow.device, cfg.reserve, flow.inventory.dtype).available, flow.room.system)
 
-# %% ../nbs/10b_flow.ipynb #c6f587d5
+# %% ../nbs/10b_flow.ipynb #3d1bf031
 def put_into_effect(flow: ExpertFlow, new: Ready) -> int:  # layer-steps so far
     "Between two layer-steps."
     rt, cfg = flow.runtime, new.config
@@ -822,6 +831,8 @@ def put_into_effect(flow: ExpertFlow, new: Ready) -> int:  # layer-steps so far
         if new.plan is not None:
             move_budget(flow, new.plan, new.asked)
             flow.inventory = flow.requests.inv = new.inventory
+        if new.host is not None:
+            move_host(flow, *new.host)
         if cfg.token_block_size != flow.requests.block:
             flow.requests.block = flow.model.generation_config.prefill_chunk_size = cfg.token_block_size
     cache, plan = rt.cache, flow.plan
@@ -863,6 +874,41 @@ def move_budget(flow: ExpertFlow, plan: Plan, asked: str) -> None:
             if (nbytes <= books.held("device", name)) == shrinking:
                 books.resize("device", name, nbytes)
     flow.plan, requests.plan = plan, plan
+
+# %% ../nbs/10b_flow.ipynb #46cce713
+def with_host(flow: ExpertFlow) -> AcceleratorExecutor:
+    "The executor that has the host tier. ConfigError if there is none."
+    if not isinstance(executor := flow.runtime.executor, AcceleratorExecutor):
+        raise ConfigError("cpu_memory_budget: no host tier on the CPU, where the device is the host; set gpu_memory_budget")
+    return executor
+
+def host_to_come(flow: ExpertFlow, cfg: Config) -> tuple[int, list[HostRow]] | None:
+    "Slots of another host tier, and the memory that the present one lacks; None: it stays. BudgetError if that is not to be had."
+    if cfg.cpu_budget == flow.config.cpu_budget:
+        return None
+    host, size = with_host(flow).host, flow.plan.slot_bytes
+    n = host_slots(cfg, flow.plan, flow.device, flow.host_slots * size)
+    more, free = lacking(host, n) * size, memory_available()
+    try:
+        if more <= free:
+            return n, rows_for(host, n)
+        why = "too little"
+    except (MemoryError, OSError, RuntimeError) as e:
+        why = " ".join(str(e).split())[:100] or type(e).__name__
+    empty_host_cache()  # of what was made before it failed
+    raise BudgetError(
+        f"cpu_memory_budget={cfg.cpu_memory_budget}: {n} experts on the host take {fmt_bytes(more, up=True)} more than now, "
+        f"{fmt_bytes(free)} are free ({why}); lower it, or close other programs"
+    )
+
+def move_host(flow: ExpertFlow, n: int, new: list[HostRow]) -> None:
+    "Another size of the host tier, in the books too. Does not fail."
+    with_host(flow).resize_host(n, new)
+    flow.host_slots, books, nbytes = n, flow.ledger, n * flow.plan.slot_bytes
+    if nbytes > books.capacity("host"):
+        books.set_capacity("host", nbytes)
+    books.resize("host", "expert cache", nbytes)
+    books.set_capacity("host", nbytes)
 
 # %% ../nbs/10b_flow.ipynb #e2aa88c8
 def encode(flow: Many, prompt: Any) -> dict[str, Tensor]:

@@ -16,10 +16,9 @@ from typing import Any
 
 from .config import Config, ConfigError, ExpertFlowError, load_config, make_config
 
-# %% ../nbs/00a_live.ipynb #bee10480
+# %% ../nbs/00a_live.ipynb #6e5e6fc1
 FIXED = {  # key -> why it can't change while the model is loaded
     "model_path": "another model has other weights",
-    "cpu_memory_budget": "the host tier is pinned once, while loading",
     "system_reserve": "what others take is measured while loading",
     "device": "the weights are where they are",
     "dtype": "the weights are converted while they are read",

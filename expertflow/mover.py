@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['Step', 'huge_pages', 'Slots', 'Slab', 'Job', 'Move', 'Waiting', 'Threads', 'Workers', 'Tickets', 'Executor', 'Moved',
-           'Link', 'Orders', 'Moves', 'Crossing', 'CpuExecutor', 'pinned_rows', 'HostSlot', 'Lent', 'HostSlots',
-           'HostTier', 'lend', 'Ordered', 'Copies', 'DeviceClock', 'Pieces', 'Copying', 'Tiers', 'AcceleratorExecutor']
+           'Link', 'Orders', 'Moves', 'Crossing', 'CpuExecutor', 'HostRow', 'block_bytes', 'pinned_rows', 'HostSlot',
+           'Lent', 'HostSlots', 'Resizing', 'empty_host_cache', 'HostTier', 'lacking', 'rows_for', 'resize_host',
+           'let_go', 'lend', 'Ordered', 'Copies', 'DeviceClock', 'Pieces', 'Copying', 'Tiers', 'AcceleratorExecutor']
 
 # %% ../nbs/09a_mover.ipynb #d0549ed1
 import mmap
@@ -539,16 +540,42 @@ class CpuExecutor(Crossing):
         for workers in self.queues:
             workers.close()
 
-# %% ../nbs/09a_mover.ipynb #13f4f2c3
-def pinned_rows(n: int, nbytes: int, pin: bool = True) -> tuple[list[Tensor], int]:  # n x uint8 [nbytes], how many are pinned
+# %% ../nbs/09a_mover.ipynb #df4601d0
+@dataclass(eq=False)
+class HostRow:
+    "Memory for one expert."
+    tensor: Tensor  # uint8 [slot_bytes]
+    pinned: bool
+    copied: Any = None  # event: the last copy out of it has ended; None: it has
+    leaves: bool = False  # the tier has become smaller: whoever has it still is the last one
+
+    @property
+    def block(self) -> int:
+        "What it is a piece of, with others."
+        return self.tensor.untyped_storage().data_ptr()
+
+    def settle(self) -> None:
+        "Waits until no copy out of it is under way."
+        if self.copied is not None:
+            self.copied.synchronize()
+
+def block_bytes(nbytes: int) -> int:  # a power of two
+    "The largest block of slots of `nbytes`: the smallest from 64 MB on of which rounding loses at most a 16th."
+    most = 2**26
+    while (most % nbytes if nbytes <= most else most) > most // 16:
+        most *= 2
+    return most
+
+# %% ../nbs/09a_mover.ipynb #c8c31970
+def pinned_rows(n: int, nbytes: int, pin: bool = True) -> list[HostRow]:
     "Host memory for `n` slots: pinned, in blocks of which at most one slot each is lost to rounding, as far as that can be had."
-    rows: list[Tensor] = []
-    most = 2**62  # bytes that the system may let us pin in one piece
+    rows: list[HostRow] = []
+    most = block_bytes(nbytes)  # that the system may let us pin in one piece
     while pin and len(rows) < n:
         left = (n - len(rows)) * nbytes
         fit = max(1, min(most, 2 ** (left.bit_length() - 1)) // nbytes)
         try:
-            rows += torch.empty(fit, nbytes, dtype=torch.uint8, pin_memory=True).unbind()
+            rows += [HostRow(t, True) for t in torch.empty(fit, nbytes, dtype=torch.uint8, pin_memory=True).unbind()]
         except RuntimeError:
             if fit == 1:
                 break
@@ -560,31 +587,34 @@ def pinned_rows(n: int, nbytes: int, pin: bool = True) -> tuple[list[Tensor], in
             RuntimeWarning,
             stacklevel=2,
         )
-    pageable = huge_pages(rest * nbytes).view(rest, nbytes).unbind() if rest else ()
-    return [*rows, *pageable], n - rest
+    while rest:
+        fit = min(rest, max(1, block_bytes(nbytes) // nbytes))
+        rows += [HostRow(t, False) for t in huge_pages(fit * nbytes).view(fit, nbytes).unbind()]
+        rest -= fit
+    return rows
 
-# %% ../nbs/09a_mover.ipynb #84406b52
+# %% ../nbs/09a_mover.ipynb #98e763dc
 @dataclass(eq=False)
 class HostSlot:
-    "A host slot with an expert in it, or on its way into it."
-    index: int
+    "A row with an expert in it, or on its way into it."
+    row: HostRow
     key: tuple[int, int]  # layer, expert
-    copied: Any  # event: the last copy out of it has ended; None: it has
     users: int = 0  # loads that hold it
     full: bool = False
 
 class Lent:
     "A tensor in a host slot, which stays as it is while this object lives."
 
-    def __init__(self, index: int, tensor: Tensor):
-        self.index, self.tensor = index, tensor
+    def __init__(self, row: HostRow):
+        self.row, self.tensor = row, row.tensor
 
 class HostSlots:
-    "Who is in which host slot; to be called under the lock."
+    "Who is in which row; to be called under the lock."
 
-    def __init__(self, n_slots: int):
+    def __init__(self, rows: list[HostRow]):
+        self.rows = rows  # oldest first
         self._slots: OrderedDict[tuple[int, int], HostSlot] = OrderedDict()  # least recently used first
-        self._free, self._held = list(range(n_slots)), 0  # empty slots; how many of the others somebody holds
+        self._free, self._held = rows[::-1], 0  # empty rows, the oldest one last; how many of the others somebody holds
         self._lent: WeakSet[Lent] = WeakSet()
 
     def _hold(self, slot: HostSlot) -> HostSlot:
@@ -595,27 +625,80 @@ class HostSlots:
 
     def _vacant(self, key: tuple[int, int]) -> HostSlot | None:
         "A slot for `key`, if there is one that nobody holds."
-        index, copied = (self._free.pop(), None) if self._free else (-1, None)
-        if index < 0:
-            lent = {x.index for x in self._lent}
-            old = next((s for s in self._slots.values() if not s.users and s.index not in lent), None)
+        if self._free:
+            row = self._free.pop()
+        else:
+            lent = {x.row for x in self._lent}
+            old = next((s for s in self._slots.values() if not s.users and s.row not in lent), None)
             if old is None:
                 return None
-            del self._slots[old.key]
-            index, copied = old.index, old.copied
-        slot = self._slots[key] = HostSlot(index, key, copied)
+            row = self._slots.pop(old.key).row
+        slot = self._slots[key] = HostSlot(row, key)
         return slot
 
-# %% ../nbs/09a_mover.ipynb #b109f9f2
-class HostTier(HostSlots):
+# %% ../nbs/09a_mover.ipynb #fb99d84a
+class Resizing(HostSlots):
+    "Rows that come and go; to be called under the lock."
+
+    def __init__(self, rows: list[HostRow], n_threads: int):
+        super().__init__(rows)
+        self.n_threads = n_threads
+        self._aside: list[HostRow] = []  # nobody's, but others of their blocks are in use
+        self._gone: list[HostRow] = []  # have left; a copy may still be on its way out of them
+
+    @property
+    def spare(self) -> int:
+        "Slots that the readers can do without."
+        return len(self.rows) - self.n_threads
+
+    def _grow(self, n: int, new: list[HostRow]) -> None:
+        pool, lacks = self._aside + new, n - len(self.rows)
+        self._aside = pool[lacks:]
+        self.rows = self.rows + pool[:lacks]
+        self._free[:0] = pool[:lacks][::-1]
+        new.clear()
+
+    def _shrink(self, n: int) -> None:
+        self.rows, leaving = self.rows[:n], dict.fromkeys(self.rows[n:])
+        self._free = [row for row in self._free if row not in leaving]
+        mine = {slot.row for slot in self._slots.values() if slot.users} | {x.row for x in self._lent}
+        for slot in [s for s in self._slots.values() if s.row in leaving]:
+            del self._slots[slot.key]
+        for row in leaving:
+            row.leaves = row in mine
+        self._aside += [row for row in leaving if not row.leaves]
+
+    def _last(self, row: HostRow) -> bool:
+        "Somebody no longer holds a row that leaves. Whether that was the last one."
+        if not row.leaves or row in {x.row for x in self._lent}:
+            return False
+        row.leaves = False
+        self._aside.append(row)
+        self._sort_out()
+        return True
+
+    def _sort_out(self) -> None:
+        "What is aside stays there only while its block is in use."
+        blocks = {row.block for row in self.rows}
+        self._gone += [row for row in self._aside if row.block not in blocks]
+        self._aside = [row for row in self._aside if row.block in blocks]
+
+# %% ../nbs/09a_mover.ipynb #93d87ae2
+def empty_host_cache() -> None:
+    "Has torch give pinned memory that nobody uses back to the system, if it can."
+    empty, device = getattr(torch.accelerator, "empty_host_cache", None), torch.accelerator.current_accelerator()
+    if empty is not None and device is not None and device.type in ("cuda", "xpu"):
+        empty()
+
+# %% ../nbs/09a_mover.ipynb #2d627260
+class HostTier(Resizing):
     "Experts in host memory, pinned if possible."
 
     def __init__(self, store: ExpertStore, n_slots: int, n_threads: int = 2, pin: bool = True):
         if n_slots <= n_threads:
             raise ValueError(f"{n_slots} host slots for {n_threads} reader threads: at least one more is needed")
-        super().__init__(n_slots)
-        self.rows, self.n_pinned = pinned_rows(n_slots, store.slot_bytes, pin)
-        self.spare = n_slots - n_threads  # slots that the readers can do without
+        super().__init__(pinned_rows(n_slots, store.slot_bytes, pin), n_threads)
+        self.slot_bytes, self.pin = store.slot_bytes, pin
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
 
@@ -641,22 +724,53 @@ class HostTier(HostSlots):
                     return self._hold(slot)
                 self._changed.wait()  # somebody is filling it just now, or all slots are held
 
-    def release(self, slot: HostSlot) -> None:
-        "The caller is through with it. If it is not full now, there is nothing of use in it."
-        with self._changed:
-            slot.users -= 1
-            self._held -= not slot.users
-            if not slot.full:
-                del self._slots[slot.key]
-                self._free.append(slot.index)
-            self._changed.notify_all()
-
     def filled(self, slot: HostSlot) -> None:
         with self._changed:
             slot.full = True
             self._changed.notify_all()
 
-# %% ../nbs/09a_mover.ipynb #06194627
+    def release(self, slot: HostSlot) -> bool:  # there is something to `let_go`
+        "The caller is through with it. If it is not full now, there is nothing of use in it."
+        with self._changed:
+            slot.users -= 1
+            self._held -= not slot.users
+            if not slot.full and self._slots.get(slot.key) is slot:
+                del self._slots[slot.key]
+                self._free.append(slot.row)
+            self._changed.notify_all()
+            return not slot.users and self._last(slot.row)
+
+# %% ../nbs/09a_mover.ipynb #3825db58
+def lacking(host: HostTier, n: int) -> int:
+    "Rows that it takes to make a tier of `n` slots of it."
+    return max(0, n - len(host.rows) - len(host._aside))
+
+def rows_for(host: HostTier, n: int) -> list[HostRow]:
+    "Those rows. May take its time, and raises what allocating raises: MemoryError, OSError, RuntimeError."
+    return pinned_rows(lacks, host.slot_bytes, host.pin) if (lacks := lacking(host, n)) else []
+
+def resize_host(host: HostTier, n: int, new: list[HostRow]) -> None:
+    """From now on `n` slots, with `new` from `rows_for`. Moves rows only. Free and idle ones that leave are given back by
+    `let_go`; held ones when they are released; lent ones when they are forgotten; always by the block."""
+    if n <= host.n_threads or n > len(host.rows) + len(host._aside) + len(new):
+        raise ValueError(f"{n} host slots, {host.n_threads} reader threads, memory for {len(host.rows)} and {len(new)} more")
+    with host._changed:
+        if n < len(host.rows):
+            host._shrink(n)
+        else:
+            host._grow(n, new)
+        host._sort_out()
+        host._changed.notify_all()
+
+def let_go(host: HostTier) -> None:
+    "Gives the memory of rows that have left back, when the last copies out of them have ended."
+    with host._lock:
+        gone, host._gone = host._gone, []
+    while gone:
+        gone.pop().settle()
+    empty_host_cache()
+
+# %% ../nbs/09a_mover.ipynb #dd433924
 def lend(host: HostTier, layer: int, expert: int) -> Lent | None:
     "The expert's bytes, to be read while the result lives; None if they are not here, or too many are lent."
     with host._lock:
@@ -664,7 +778,7 @@ def lend(host: HostTier, layer: int, expert: int) -> Lent | None:
         if slot is None or not slot.full or len(host._lent) >= host.spare:
             return None
         host._slots.move_to_end(slot.key)
-        lent = Lent(slot.index, host.rows[slot.index])
+        lent = Lent(slot.row)
         host._lent.add(lent)
     return lent
 
@@ -744,7 +858,7 @@ class DeviceClock:
 
         self.workers.put(Job(), read)
 
-# %% ../nbs/09a_mover.ipynb #e1464c48
+# %% ../nbs/09a_mover.ipynb #fe401956
 class Pieces(Moves):
     "The last part of the way, from the host slot that a load holds to the device: one piece."
     host: HostTier
@@ -753,7 +867,7 @@ class Pieces(Moves):
 
     def _next(self, move: Move) -> torch.Event:
         "Queues the next piece; the event marks its end."
-        (n, chunk), slot, row = self.piece(move), move.load.slot, move.held.index
+        (n, chunk), slot, row = self.piece(move), move.load.slot, move.held.row
         timed, last = self.timeline is not None, move.at + n == self.nbytes[move.load.layer]
         if timed and self.clock is None and not self.paced:
             self.clock = DeviceClock(self.copies.stream)
@@ -762,7 +876,7 @@ class Pieces(Moves):
         start = time.perf_counter()
         with self.link.carry(n) if self.link else nullcontext():
             begun, ended = self.copies.copy(
-                self.host.rows[row], slot, move.at, n, pinned=row < self.host.n_pinned, last=last, timed=timed and not self.paced
+                row.tensor, slot, move.at, n, pinned=row.pinned, last=last, timed=timed and not self.paced
             )
             if chunk or self.paced or self.timing:
                 ended.synchronize()
@@ -774,7 +888,7 @@ class Pieces(Moves):
             self.clock.later(begun, ended, lambda start, end: self.note("copy", move.load, start, end))
         return ended
 
-# %% ../nbs/09a_mover.ipynb #a49ee69a
+# %% ../nbs/09a_mover.ipynb #8c2f286f
 class Copying(Pieces):
     "All pieces of a load."
     readers: Workers
@@ -784,24 +898,28 @@ class Copying(Pieces):
             self._let_go(move)
             return None
         try:
-            move.held.copied = self._next(move)
+            move.held.row.copied = self._next(move)
         except BaseException:
             self.halfway = None if self.halfway is move else self.halfway
             self._let_go(move)
             raise
         if move.at < self.nbytes[move.load.layer]:
             return self._copy
-        kind = "pinned" if move.held.index < self.host.n_pinned else "pageable"
+        kind = "pinned" if move.held.row.pinned else "pageable"
         self._let_go(move)
         self.count(**{f"copies_{kind}": 1, f"bytes_{kind}": move.at})
         self.finish(move)
         return None
 
     def _let_go(self, move: Move) -> None:
-        self.host.release(move.held)
+        slot, move.held = move.held, None
+        left = self.host.release(slot)
+        del slot
+        if left:
+            let_go(self.host)
         self.readers.ring()  # there may be room now
 
-# %% ../nbs/09a_mover.ipynb #b7968c32
+# %% ../nbs/09a_mover.ipynb #8be5e432
 class Tiers(Copying):
     "The way of a load: is it in the host tier? If not, read it there; copy it to the device."
     copiers: Workers
@@ -823,9 +941,8 @@ class Tiers(Copying):
         self.count(host_hits=slot.full, host_misses=not slot.full)
         try:
             if not slot.full:
-                if slot.copied is not None:
-                    slot.copied.synchronize()
-                self.read(move, memoryview(self.host.rows[slot.index].numpy()))  # type: ignore[arg-type]
+                slot.row.settle()
+                self.read(move, memoryview(slot.row.tensor.numpy()))  # type: ignore[arg-type]
                 self.host.filled(slot)
         except BaseException:
             self.host.release(slot)
@@ -833,7 +950,7 @@ class Tiers(Copying):
         move.held = slot
         self.copiers.put(move, self._copy)
 
-# %% ../nbs/09a_mover.ipynb #71920cbb
+# %% ../nbs/09a_mover.ipynb #588a43f8
 class AcceleratorExecutor(Tiers):
     "Disk, pinned host memory, device. Threads read, two more queue copies."
 
@@ -875,6 +992,11 @@ class AcceleratorExecutor(Tiers):
         finally:
             del lent
             self.readers.ring()  # a prefetch may have waited for the room
+
+    def resize_host(self, n: int, new: list[HostRow]) -> None:
+        "Another size of the host tier, see the function of that name."
+        resize_host(self.host, n, new)
+        self.readers.ring()
 
     def close(self) -> None:
         for workers in [*self.queues, *([self.clock.workers] if self.clock else [])]:

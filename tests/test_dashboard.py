@@ -12,6 +12,7 @@ from expertflow.config import POLICIES, WEIGHTS
 from expertflow.dashboard import Controls, Dashboard, Speaker, Wishes, decoding, figures, memory_html, shared_out
 from expertflow.map import RESIDENT, WHERE, cells_of
 
+pytest_plugins = ["simdev.plugin"]
 PROMPT = "Once upon a time there was a"
 
 
@@ -164,9 +165,39 @@ def test_what_cannot_be_cannot_be_chosen_and_says_why(panel, flow):
     assert c["ahead"].disabled and "prefetching is off" in notes["ahead"].value
     c["policy"].value = "lru"
     assert c["recency"].disabled and "priority_based" in notes["recency"].value
+    assert c["host"].disabled and c["host"].value == 0 and "there is none, the device is the host" in notes["host"].value
     assert set(c["policy"].options) == set(POLICIES) and c["ahead"].max <= flow.plan.moe_layers - 1
     for name in c: assert any(ch.isdigit() or ch.isalpha() for ch in notes[name].value)
     assert "%" in notes["budget"].value and "layers" in notes["ahead"].value and "layer-steps" in notes["warmup"].value
+
+
+def test_the_host_budget_behind_a_device(sim):
+    "Its slider reaches the model while it writes, ends where it must, shows what others set, and what is refused."
+    with ExpertFlow.from_pretrained("tiny-moe", gpu_memory_budget="40%", cpu_memory_budget="30%", system_reserve="1MB") as flow:
+        panel = flow.dashboard(prompt=PROMPT, max_new_tokens=2000)
+        try:
+            w, note = panel.controls.c["host"], panel.controls.notes["host"]
+            least, total, size = flow.config.io_threads + 1, flow.plan.total_experts, flow.plan.slot_bytes
+            assert not w.disabled and w.value == 30 and w.max == 100 and (w.min - 1) * total < 100 * least <= w.min * total
+            assert f"% of the experts, {w.min} to 100" in note.value and f"({flow.host_slots} of {total}, " in note.value
+            panel.run.click()
+            writing(panel)
+            w.value = 60
+            until(lambda: flow.host_slots == round(0.6 * total))
+            w.value = w.min
+            until(lambda: flow.host_slots == round(w.min * total / 100))
+            assert panel.speaker.running and flow.config.cpu_memory_budget == f"{w.min}%" and not panel.wishes.error
+            writing(panel)
+            until(lambda: f"{flow.host_slots} of {total}" in note.value and "host: " in panel.memory.value)
+            flow.set(cpu_memory_budget="80%")
+            until(lambda: w.value == 80)
+            panel.wishes.want(cpu_memory_budget=f"{size}B")
+            until(lambda: not panel.wishes.pending)
+            panel.refresh()
+            assert "the host tier needs at least" in panel.status.value and flow.host_slots == round(0.8 * total)
+            panel.halt.click()
+            assert panel.speaker.wait() and not panel.speaker.error
+        finally: panel.close()
 
 
 def test_a_refused_wish_shows_and_changes_nothing(panel, flow):

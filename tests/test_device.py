@@ -6,14 +6,17 @@ simulated device looks for orders that nobody has asked for. The reference is th
 
 import itertools
 import random
+import threading
 
 import pytest
 import torch
 from faulty import Disk, books_of_a_retry
 from transformers import AutoModelForCausalLM
 
+import expertflow.flow
+import expertflow.mover
 from expertflow.cache import balance, check
-from expertflow.config import LoadError
+from expertflow.config import BudgetError, LoadError
 from expertflow.flow import ExpertFlow
 from expertflow.testing import write_checkpoint
 
@@ -221,6 +224,114 @@ def test_budget_changes_while_it_generates(sim, tmp_path, mode):
                                   return_dict_in_generate=True, logits_processor=[Change()])  # fmt: skip
         assert same((out.sequences.cpu(), torch.stack(out.logits).cpu().nan_to_num()), want)
         assert len(slots) == 5 and min(slots) == flow.plan.min_slots
+
+
+@pytest.mark.parametrize("how", ["auto", "never"])
+@pytest.mark.parametrize("who", ["itself", "another thread"])
+def test_the_host_tier_changes_while_it_generates(sim, olmoe, who, how):
+    "The bits of the resident model, and what was given back is nobody's."
+    path, ref, ids = olmoe
+    want = decode(ref, ids, 60)
+    sim.configure(delay=0.0001, link=20e6 if how == "auto" else None)
+    with offloaded(path, "25%", host_compute=how) as flow:
+        shares, sizes, stop = itertools.cycle(["20%", "100%", "40%", "25%", "75%"]), set(), threading.Event()
+        flow.runtime.prefetcher = lambda layer, experts: [((layer + 1) % len(flow.runtime.cache.num_experts), range(4))]
+
+        def change():
+            flow.set(cpu_memory_budget=next(shares))
+            n, held = len(flow.runtime.executor.host.rows), flow.ledger.held("host", "expert cache")
+            assert held == flow.ledger.capacity("host") == n * flow.plan.slot_bytes and n == flow.host_slots
+            sizes.add(n)
+
+        def changes():
+            while not stop.is_set():
+                change()
+
+        class After(torch.nn.Module):
+            def __call__(self, input_ids, scores):
+                if who == "itself":
+                    change()
+                return scores
+
+        other = threading.Thread(target=changes, daemon=True)
+        if who != "itself":
+            other.start()
+        out = flow.model.generate(ids.to("sim"), do_sample=False, min_new_tokens=60, max_new_tokens=60, output_logits=True,
+                                  return_dict_in_generate=True, logits_processor=[After()])  # fmt: skip
+        stop.set()
+        if who != "itself":
+            other.join(20)
+            assert not other.is_alive()
+        assert same((out.sequences.cpu(), torch.stack(out.logits).cpu().nan_to_num()), want)
+        total = flow.plan.total_experts
+        assert sizes == {round(x * total) for x in (0.2, 0.25, 0.4, 0.75, 1)} and flow.generations[-1].changes >= 5
+        assert balance(flow.runtime.cache) == 0
+
+
+def books(flow):
+    return flow.settings.now, flow.host_slots, flow.plan, flow.ledger.snapshot(), list(flow.runtime.executor.host.rows)
+
+
+def test_a_host_budget_that_cannot_be(sim, olmoe, monkeypatch):
+    "Too small, too large, or the system gives less than it said: all stays as it was, and nothing is left of what was made."
+    path, ref, ids = olmoe
+    want = decode(ref, ids, 4)
+    monkeypatch.setattr(expertflow.mover, "block_bytes", lambda nbytes: 2**14)
+    with offloaded(path, "50%", "30%") as flow:
+        before, pinned, size = books(flow), sim.counters()["memory.pinned"], flow.plan.slot_bytes
+
+        def refused(match, **more):
+            with pytest.raises(BudgetError, match=match):
+                flow.set(**{"cpu_memory_budget": "100%", "eviction_policy": "lru"} | more)
+            assert books(flow) == before and sim.counters()["memory.pinned"] == pinned
+
+        refused("the host tier needs at least .* .3 experts.", cpu_memory_budget=f"{2 * size}B")
+        refused("it needs at least", gpu_memory_budget="1MB")
+        monkeypatch.setattr(expertflow.flow, "memory_available", lambda: 3 * size)
+        refused(r"24 experts on the host take .* more than now, .* are free .too little.; lower it, or close other programs")
+        monkeypatch.setattr(expertflow.flow, "memory_available", lambda: 100 * size)
+        sim.configure(pinned_capacity=pinned + 2**14)
+
+        def full(nbytes):
+            raise OSError(12, "Cannot allocate memory")
+
+        monkeypatch.setattr(expertflow.mover, "huge_pages", full)
+        with pytest.warns(RuntimeWarning, match="could not be pinned"):
+            refused(r"24 experts on the host take .* Cannot allocate memory")
+        monkeypatch.undo()
+        sim.configure(pinned_capacity=None)
+        assert same(decode(flow.model, ids.to("sim"), 4), want)
+
+
+def test_a_host_budget_beside_one_that_fails_late(sim, olmoe, monkeypatch):
+    "When the slots cannot grow between two layer-steps, the memory made for the host tier goes."
+    path, ref, ids = olmoe
+    with offloaded(path, "50%", "30%") as flow:
+        before, pinned = books(flow), sim.counters()["memory.pinned"]
+
+        def full(n):
+            assert sim.counters()["memory.pinned"] > pinned
+            raise MemoryError("no more")
+
+        with monkeypatch.context() as m:
+            m.setattr(flow.runtime.slab, "resize", full)
+            with pytest.raises(MemoryError):
+                flow.set(cpu_memory_budget="100%", gpu_memory_budget="100%")
+        assert books(flow) == before and sim.counters()["memory.pinned"] == pinned
+        flow.set(cpu_memory_budget="100%", gpu_memory_budget="100%")
+        assert flow.host_slots == flow.plan.slots == 24 and same(decode(flow.model, ids.to("sim"), 4), decode(ref, ids, 4))
+
+
+def test_an_automatic_host_budget_counts_its_own_memory(sim, olmoe, monkeypatch):
+    "Half of what is free and of what it has itself; and the same setting again changes nothing, whatever is free then."
+    with offloaded(olmoe[0], "50%", "75%") as flow:
+        size = flow.plan.slot_bytes
+        monkeypatch.setattr(expertflow.flow, "memory_available", lambda: 4 * size)
+        assert flow.host_slots == 18
+        flow.set(cpu_memory_budget="auto")
+        assert flow.host_slots == (4 + 18) // 2
+        flow.set(cpu_memory_budget="auto", eviction_policy="lru")
+        assert flow.host_slots == 11
 
 
 def test_whole_layers_run_without_a_wait(sim, olmoe):

@@ -192,6 +192,23 @@ def test_no_pageable_copy(tmp_path, device, mode):
         assert moved.bytes_pinned >= flow.runtime.traffic.bytes_loaded > 0 and moved.host_misses > 0
 
 
+def test_another_host_tier_while_it_decodes(tmp_path, device):
+    "The bits of a tier that has all; and every copy comes from pinned memory still."
+    path = write_checkpoint("olmoe", tmp_path, dtype="bfloat16")
+    with offloaded(path, "25%") as flow:
+        ids = prompt(flow.model, device, batch=1)
+        want = decode(flow.model, ids, 40)
+        shares, sizes = itertools.cycle(["20%", "100%", "40%"]), set()
+
+        def between(i):
+            flow.set(cpu_memory_budget=next(shares))
+            sizes.add(flow.host_slots)
+
+        assert same(decode(flow.model, ids, 40, between), want) and len(sizes) == 3
+        moved = flow.runtime.executor.moved
+        assert moved.copies_pageable == 0 < moved.copies_pinned and moved.host_misses > flow.plan.total_experts
+
+
 @pytest.mark.parametrize("budget", ["100%", "50%", "0.001%"])
 @pytest.mark.parametrize("attention", [None, EAGER], ids=["default", "eager"])
 def test_peak_within_plan(tmp_path, device, budget, attention):

@@ -17,7 +17,7 @@ from expertflow.config import POLICIES, BudgetError, ConfigError, ExpertFlowErro
 from expertflow.evictor import ARC, LRU, Frequency, make_evictor, weights_for
 from expertflow.flow import ExpertFlow
 from expertflow.forecast import PredictedForecast
-from expertflow.live import FIXED, LIVE
+from expertflow.live import FIXED, LIVE, LiveFile
 from expertflow.testing import write_checkpoint, write_tokenizer
 
 pytest_plugins = ["simdev.plugin"]
@@ -173,22 +173,78 @@ def sets_tolerance(flow):
     assert flow.runtime.cache.count.skipped > 0
 
 
+def sets_cpu_memory_budget(flow):
+    run(flow)
+    moved, before = flow.runtime.executor.moved, flow.host_slots
+    assert before == 24 and moved.host_misses <= 24
+    flow.set(gpu_memory_budget="25%", cpu_memory_budget="20%")
+    assert flow.host_slots == len(flow.runtime.executor.host.rows) == 5
+    assert flow.ledger.snapshot()["host"]["reservations"] == {"expert cache": 5 * flow.plan.slot_bytes}
+    assert flow.ledger.capacity("host") == 5 * flow.plan.slot_bytes
+    missed = moved.host_misses
+    run(flow)
+    assert moved.host_misses > missed + 24
+    flow.set(cpu_memory_budget="100%")
+    run(flow)
+    missed = moved.host_misses
+    run(flow)
+    assert moved.host_misses == missed and flow.ledger.capacity("host") == 24 * flow.plan.slot_bytes
+
+
+BEHIND_A_DEVICE = ["cpu_memory_budget"]  # settings that do something only there
+
+
 def sets_host_compute(flow):
     flow.set(host_compute="auto")
     assert flow.runtime.host_compute == "auto"
 
 
-@pytest.mark.parametrize("key", LIVE)
+def heeded(flow, key):
+    globals()[f"sets_{key}"](flow)
+    check(flow.runtime.cache)
+    assert flow.settings.changes[-1].settings and flow.settings.version > 0
+
+
+@pytest.mark.parametrize("key", [key for key in LIVE if key not in BEHIND_A_DEVICE])
 def test_each_live_setting_is_heeded(path, key):
     with load(path) as flow:
-        globals()[f"sets_{key}"](flow)
-        check(flow.runtime.cache)
-        assert flow.settings.changes[-1].settings and flow.settings.version > 0
+        heeded(flow, key)
+
+
+@pytest.mark.parametrize("key", BEHIND_A_DEVICE)
+def test_each_live_setting_of_a_device_is_heeded(sim, path, key):
+    with load(path) as flow:
+        assert flow.device.type == "sim"
+        heeded(flow, key)
+
+
+def test_the_host_budget_in_a_file(sim, path, tmp_path):
+    "As `--live` follows it: a size, one that cannot be, said once, and another."
+    with load(path) as flow:
+        live = LiveFile(tmp_path / "live.toml", flow.set)
+        for text, n, wrong in (("30%", 7, None), ("0.001%", 7, "the host tier needs at least"), ("50%", 12, None)):
+            live.path.write_text(f'cpu_memory_budget = "{text}"')
+            said = live.poll()
+            assert (wrong in said if wrong else said is None) and live.poll() is None
+            assert flow.host_slots == n == len(flow.runtime.executor.host.rows)
+
+
+def test_there_is_no_host_tier_on_the_cpu(path):
+    "The device is the host. Said again, a value is no change."
+    with load(path, cpu_memory_budget="1GB") as flow:
+        run(flow)
+        before = state(flow)
+        with pytest.raises(ConfigError, match="cpu_memory_budget: no host tier on the CPU, where the device is the host"):
+            flow.set(cpu_memory_budget="2GB", eviction_policy="lru", gpu_memory_budget="25%")
+        assert state(flow) == before and flow.host_slots == 0
+        flow.set(cpu_memory_budget="1000MB", eviction_policy="lru")
+        assert flow.config.eviction_policy == "lru"
+        run(flow)
 
 
 @pytest.mark.parametrize("key", FIXED)
 def test_each_fixed_setting_says_why_not(path, key):
-    other = {"model_path": "tiny-moe", "cpu_memory_budget": "1GB", "system_reserve": "1MB", "device": "cuda", "dtype": "float32",
+    other = {"model_path": "tiny-moe", "system_reserve": "1MB", "device": "cuda", "dtype": "float32",
              "experts_implementation": "eager", "preload": False, "cold_experts": 0.01, "cold_share": 0.1, "io_threads": 1,
              "load_timeout": 3.0, "paced_link": "1GB/s"}  # fmt: skip
     with load(path) as flow:
@@ -536,9 +592,13 @@ def test_hammered_on_a_device(sim, tmp_path):
     some = prompt(ref.config.vocab_size)
     want = decode(ref, some, 40)
     sim.configure(delay=0.0001)
-    with offloaded(path, "50%") as flow, Hammer(flow, {k: v for k, v in STRICT.items() if k != "context"}):
-        while flow.settings.version < 40:
+    choices = {k: v for k, v in STRICT.items() if k != "context"}
+    choices["cpu_memory_budget"] = ["20%", "60%", "100%", "auto", "0.001%"]
+    with offloaded(path, "50%") as flow, Hammer(flow, choices) as hammer:
+        while flow.settings.version < 40 or not any("the host tier needs at least" in x for x in hammer.refused):
             assert alike(decode(flow.model, some.to("sim"), 40), want), flow.config
+    assert flow.ledger.held("host", "expert cache") == flow.host_slots * flow.plan.slot_bytes
+    assert any("cpu_memory_budget" in x.settings for x in flow.settings.changes)
 
 
 # ---- a successor ----

@@ -1,5 +1,6 @@
 "The mover does what it is told, in any order and with a disk that fails: contents, priorities, hazards, memory."
 
+import gc
 import itertools
 import random
 import sys
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from faulty import Interrupt
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import LoadStateDictConfig
@@ -19,7 +21,7 @@ import expertflow.mover
 from expertflow.cache import Load
 from expertflow.checkpoint import Checkpoint, ExpertStore
 from expertflow.config import LoadError
-from expertflow.mover import AcceleratorExecutor, Copies, CpuExecutor, HostSlots, Link, Slab
+from expertflow.mover import AcceleratorExecutor, Copies, CpuExecutor, HostSlots, Link, Slab, lend, let_go, resize_host, rows_for
 from expertflow.testing import write_checkpoint
 
 pytest_plugins = ["simdev.plugin"]
@@ -98,8 +100,9 @@ def rests(ex):
     if isinstance(ex, AcceleratorExecutor):
         until(lambda: ex.host._held == 0)
         host = ex.host
-        taken = [s.index for s in host._slots.values()]
-        assert sorted(taken + host._free) == list(range(len(host.rows))) and all(s.full for s in host._slots.values())
+        taken = [s.row for s in host._slots.values()]
+        assert len(taken + host._free) == len(host.rows) and {*taken, *host._free} == {*host.rows}
+        assert all(s.full for s in host._slots.values()) and not any(row.leaves for row in host.rows + host._aside)
 
 
 # random schedules
@@ -586,10 +589,249 @@ def test_refused_pin(sim, store, limit):
                 assert same(store, slab, n % 4, key)
             m = ex.moved
             assert (m.copies_pageable > 0) == (limit < 16) and (m.copies_pinned > 0) == (limit > 0)
-            assert ex.host.n_pinned == min(16, 3 if limit == 5 else limit), "blocks are rounded up"
+            assert sum(row.pinned for row in ex.host.rows) == min(16, 3 if limit == 5 else limit), "blocks are rounded up"
             rests(ex)
     texts = [str(w.message) for w in seen if w.category is RuntimeWarning]
     assert len(texts) == (limit < 16) and all("could not be pinned" in t and "B of" in t for t in texts)
+
+
+# another size of the host tier
+
+
+THREE = 2**17  # bytes of a block of three experts
+
+
+@pytest.fixture
+def threes(monkeypatch, store):
+    "Host memory in blocks of three experts, as if they were large."
+    monkeypatch.setattr(expertflow.mover, "block_bytes", lambda nbytes: THREE)
+    assert THREE // store.slot_bytes == 3
+
+
+def sized(ex, n):
+    ex.resize_host(n, rows_for(ex.host, n))
+    let_go(ex.host)
+    assert len(ex.host.rows) == n == ex.host.spare + ex.n_readers
+
+
+def pinned(*rows):
+    "Bytes that the device says are pinned, if those of these rows are: a power of two for each block."
+    blocks = {row.block: row.tensor.untyped_storage().nbytes() for row in rows if row.pinned}
+    return sum(1 << (n - 1).bit_length() for n in blocks.values())
+
+
+class Sizing(Driver):
+    "The host tier changes its size, too, and experts in it are borrowed."
+    borrowed = ()
+
+    def start(self):
+        super().start()
+        if self.random.random() < 0.2:
+            self.resize_host()
+
+    def resize_host(self):
+        sized(self.ex, self.random.randint(self.ex.n_readers + 1, len(KEYS)))
+        self.give_back()
+        self.borrowed = [(key, lend(self.ex.host, *key)) for key in self.random.sample(KEYS, 3)]
+
+    def give_back(self):
+        for key, lent in self.borrowed:
+            assert lent is None or torch.equal(lent.tensor, self.store.want[key])
+        self.borrowed = ()
+        self.ex.readers.ring()
+
+    def settle(self):
+        super().settle()
+        self.give_back()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("how", ["pinned", "pageable", "mixed"])
+def test_random_schedules_while_the_host_tier_changes(sim, store, threes, seed, how):
+    "It grows and shrinks among loads that fail, are called off, are late: contents, order, memory."
+    sim.configure(delay=0.0005, seed=seed, link=300e6)
+    if how != "pinned":
+        sim.configure(pinned_capacity=0 if how == "pageable" else 2 * THREE)
+    spy(store, faults(seed))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        with moving(store, 6, torch.device("sim"), host=8, segment=4, chunk_bytes=5000) as (slab, ex):
+            Sizing(store, slab, ex, seed).run(700)
+            m, c = ex.moved, sim.counters()
+            assert (m.copies_pinned > 0) == (how != "pageable") and (m.copies_pageable > 0) == (how != "pinned")
+            assert c["bytes.h2d.pinned"] == m.bytes_pinned and c["bytes.h2d.pageable"] == m.bytes_pageable
+            for n in (len(KEYS), 3):
+                sized(ex, n)
+            rests(ex)
+            gc.collect()  # errors of reading, which know where they were
+            assert sim.counters()["memory.pinned"] == pinned(*ex.host.rows)
+    assert not sim.hazards(clear=False)
+
+
+@pytest.mark.parametrize("pin", [True, False])
+def test_memory_goes_by_the_block(sim, store, threes, pin):
+    "From the end; what is left of a block is used first when the tier grows, so nothing adds up however often."
+    sim.configure(pinned_capacity=None if pin else 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        with on_sim(store, 2, host=13) as (_, ex):
+            host = ex.host
+            warm(store, ex, *KEYS[:13])
+            sized(ex, 12)
+            blocks = [StorageWeakRef(row.tensor.untyped_storage()) for row in host.rows[::3]]
+            gone = lambda: [b.expired() for b in blocks]
+            pins = lambda n: sim.counters()["memory.pinned"] == (n * THREE if pin else 0)
+            assert pins(4)
+            for n, left in ((11, 4), (10, 4), (9, 3), (5, 2), (3, 1)):
+                sized(ex, n)
+                assert gone() == [i >= left for i in range(4)] and pins(left), n
+            before = host.rows[0].block
+            r = random.Random(0)
+            for n in [r.randint(3, 16) for _ in range(60)]:
+                sized(ex, n)
+                assert len(host.rows) + len(host._aside) < n + 3 and not host._gone and host.rows[0].block == before
+                warm(store, ex, *KEYS[: r.randint(1, 16)])
+            rests(ex)
+
+
+def test_held_and_lent_rows_leave_later(sim, store, threes):
+    "Nobody else finds them, they stay as they are, and their memory goes when they are let go."
+    with on_sim(store, 2, host=13) as (_, ex):
+        host = ex.host
+        warm(store, ex, *KEYS[:13])
+        held, lent = host.have(*KEYS[11]), lend(host, *KEYS[8])
+        refs = [StorageWeakRef(row.tensor.untyped_storage()) for row in (held.row, lent.row)]
+        both = lambda: [ref.expired() for ref in refs]
+        sized(ex, 3)
+        assert [host.have(*KEYS[i]) for i in (8, 11)] == [None, None] and lend(host, *KEYS[11]) is None
+        warm(store, ex, *KEYS)
+        assert torch.equal(held.row.tensor, store.want[KEYS[11]]) and torch.equal(lent.tensor, store.want[KEYS[8]])
+        assert both() == [False, False] and sim.counters()["memory.pinned"] == 3 * THREE
+        assert host.release(held)
+        del held
+        let_go(host)
+        assert both() == [True, False]
+        del lent
+        assert both() == [True, True] and sim.counters()["memory.pinned"] == THREE
+        rests(ex)
+
+
+def test_a_row_that_leaves_is_used_again(sim, store, threes):
+    "Held while the tier shrinks, and let go when its block is in use: part of the tier that grows. Not while it is lent, too."
+    with on_sim(store, 2, host=7) as (_, ex):
+        host = ex.host
+        warm(store, ex, *KEYS[:6])
+        held, other, lent = host.have(*KEYS[4]), host.have(*KEYS[5]), lend(host, *KEYS[5])
+        sized(ex, 4)
+        assert host.release(held) and host._aside == [held.row] and not host.release(other)
+        sized(ex, 6)
+        assert held.row in host.rows and other.row not in host.rows and len({row.block for row in host.rows}) == 3  # 3, 2 of 3, 1
+        warm(store, ex, *KEYS)
+        assert torch.equal(lent.tensor, store.want[KEYS[5]])
+        rests(ex)
+
+
+def test_a_read_into_a_row_that_leaves(sim, store, threes):
+    "Whoever reads it copies it; another load of the same expert does not wait for a row that nobody finds."
+    gate = threading.Event()
+    spy(store, lambda key: gate.wait(20) if store.log.count(key) == 1 else None)
+    with on_sim(store, 3, host=6) as (slab, ex):
+        keys = [ex.host.take(1, e) for e in range(3)]  # the rows that stay
+        ex.start(Load(0, 0, 0))
+        until(lambda: store.log)
+        sized(ex, 3)
+        for slot in keys:
+            ex.host.release(slot)
+        ex.start(Load(0, 0, 1))
+        ex.wait(1)
+        assert same(store, slab, 1, (0, 0)) and store.log == [(0, 0)] * 2 and not ex.ready(0)
+        gate.set()
+        until(lambda: sim.counters()["memory.pinned"] == THREE)  # also while nobody has asked for the load
+        ex.wait(0)
+        assert same(store, slab, 0, (0, 0))
+        rests(ex)
+
+
+def test_a_read_that_fails_into_a_row_that_leaves(sim, store, threes):
+    "Nothing of it comes back, and who has read the same expert elsewhere keeps it."
+    gate = threading.Event()
+
+    def rule(key):
+        if store.log.count(key) == 1:
+            gate.wait(20)
+            raise OSError(5, "boom")
+
+    spy(store, rule)
+    with on_sim(store, 3, host=6) as (slab, ex):
+        kept = [ex.host.take(1, e) for e in range(3)]
+        ex.start(Load(0, 0, 0))
+        until(lambda: store.log)
+        sized(ex, 3)
+        for slot in kept:
+            ex.host.release(slot)
+        ex.start(Load(0, 0, 1))
+        ex.wait(1)
+        gate.set()
+        with pytest.raises(OSError, match="boom"):
+            ex.wait(0)
+        ex.start(Load(0, 0, 0))
+        ex.wait(0)
+        assert same(store, slab, 0, (0, 0)) and store.log == [(0, 0)] * 2
+        rests(ex)
+
+
+def test_copies_end_before_memory_goes(sim, store, threes):
+    with on_sim(store, 6, host=7) as (slab, ex):
+        warm(store, ex, *KEYS[:6])
+        sim.configure(link=500e3)  # some 0.07 s for an expert
+        for i in range(6):
+            ex.start(Load(*KEYS[i], i))
+        for i in range(6):
+            ex.tickets.wait(i)
+        copies = [row.copied for row in ex.host.rows[3:6]]
+        ex.resize_host(3, [])
+        assert not any(c.query() for c in copies), "resizing itself waits for nothing"
+        let_go(ex.host)
+        assert all(c.query() for c in copies)
+        for i in range(6):
+            ex.wait(i)
+            assert same(store, slab, i, KEYS[i])
+
+
+def test_growing_lets_those_on_who_wait(sim, store, threes):
+    "A prefetch for room, a reader for a row."
+    with on_sim(store, 8, host=4, chunk_bytes=2000) as (slab, ex):
+        log, gate = pieces(ex, only_chunks=True)
+        for i in range(6):
+            ex.start(Load(*KEYS[i], i), urgent=False)
+        until(lambda: log and ex.host._held >= ex.host.spare)
+        time.sleep(0.05)
+        assert ex.host._held == 2
+        sized(ex, 8)
+        until(lambda: ex.host._held == 6)
+        gate.set()
+        for i in range(6):
+            ex.wait(i)
+            assert same(store, slab, i, KEYS[i])
+        rests(ex)
+    with on_sim(store, 2, host=3) as (slab, ex):
+        held, waiting = [ex.host.take(0, e) for e in range(3)], ex.readers.submit(ex.host.take, 0, 3)
+        time.sleep(0.05)
+        assert not waiting.done()
+        sized(ex, 4)
+        for slot in [*held, waiting.result(20)]:
+            ex.host.release(slot)
+        rests(ex)
+
+
+def test_sizes_that_cannot_be(sim, store, threes):
+    with on_sim(store, 2, host=6) as (_, ex):
+        for n, new in ((2, []), (0, []), (9, rows_for(ex.host, 8))):
+            with pytest.raises(ValueError, match=f"{n} host slots, 2 reader threads, memory for 6"):
+                resize_host(ex.host, n, new)
+        assert len(ex.host.rows) == 6
+        warm(store, ex, *KEYS)
+        rests(ex)
 
 
 # every wait is needed: without it the checker finds a hazard
@@ -631,7 +873,7 @@ def test_without_waiting_for_copies_out_of_the_host_tier(sim, store, monkeypatch
     def forgetful(self, key):
         slot = vacant(self, key)
         if slot is not None:
-            slot.copied = None
+            slot.row.copied = None
         return slot
 
     monkeypatch.setattr(HostSlots, "_vacant", forgetful)
