@@ -32,7 +32,7 @@ def _settings(a: argparse.Namespace) -> dict[str, Any]:
             found[key.strip()] = value  # a bare word, or nothing that a setting can be
     return found
 
-# %% ../nbs/14_cli.ipynb #9b9102ab
+# %% ../nbs/14_cli.ipynb #b14d52be
 def generate(a: argparse.Namespace) -> int:
     "Streams the answer; with --json prints one JSON object at the end instead."
     cfg, prompts = Config.make(a.config, **_settings(a)), _prompts(a)
@@ -56,6 +56,7 @@ def generate(a: argparse.Namespace) -> int:
             print(f"\n\n{report}" if a.report else "")
     return 0
 
+# %% ../nbs/14_cli.ipynb #f4c21589
 def _sampling(a: argparse.Namespace) -> dict[str, Any]:
     "What `generate` of transformers is told."
     how: dict[str, Any] = {"max_new_tokens": a.max_new_tokens, "do_sample": False}

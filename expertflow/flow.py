@@ -13,7 +13,7 @@ __all__ = ['find_checkpoint', 'Room', 'look_around', 'plan_for', 'with_block', '
            'measured_peak', 'prediction_line', 'forecast_line', 'make_report', 'skipped_text', 'changed_text',
            'ended_badly', 'report_table']
 
-# %% ../nbs/10b_flow.ipynb #2f5c9779
+# %% ../nbs/10b_flow.ipynb #c5d13f8c
 import contextlib
 import functools
 import importlib
@@ -42,6 +42,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+# %% ../nbs/10b_flow.ipynb #fb382513
 from .blocks import auto_block
 from .bundled import NAMES, ensure
 from .cache import Evictor, ExpertCache, LayerStep, Successor, admit, end, spare

@@ -326,10 +326,9 @@ def test_the_map_shows_what_the_runtime_has(panel, flow):
     panel.tokens.value = 10
     panel.run.click()
     assert panel.speaker.wait()
-    panel.map.paint()
     cache = flow.runtime.cache
+    until(lambda: np.array_equal(panel.map.picture(), cells_of(panel.map.board)))       # two pictures are sent at a time
     assert (panel.map.picture() & WHERE == RESIDENT).sum() == cache.n_slots - len(cache.free) - int(cache.loading.sum())
-    assert np.array_equal(panel.map.picture(), cells_of(panel.map.board))
 
 
 def test_tabs(panel, flow):

@@ -550,13 +550,15 @@ def test_a_stuck_read(mode, threads, path, want, monkeypatch):
 def test_a_read_that_outlives_its_request_and_fails_is_done_again(mode, path, want, monkeypatch):
     "The next request finds the expert on its way; that the disk failed for the last one is not its affair."
     with load(path, mode, "25%", io_threads=2) as flow:
-        disk, gate, seen = Disk(flow, monkeypatch), threading.Event(), []
+        disk, begun, gate, seen = Disk(flow, monkeypatch), threading.Event(), threading.Event(), []
 
         def rule(at):
             seen.append(at)
-            if len(seen) == 1:  # the first fails at once
+            if seen.count((0, 0)) == 1 and at == (0, 0):  # the first one that is waited for fails, once another is being read,
+                begun.wait(60)
                 raise OSError(errno.EIO, "boom")
-            if len(seen) == 2:  # the second when nobody waits any more
+            if not begun.is_set():  # which fails when nobody waits any more
+                begun.set()
                 gate.wait(60)
                 raise OSError(errno.EIO, "stale")
 
