@@ -848,6 +848,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'expertflow.live.Settings': ('live.html#settings', 'expertflow/live.py'),
                                  'expertflow.live.Settings.__init__': ('live.html#settings.__init__', 'expertflow/live.py'),
                                  'expertflow.live.Settings._leave': ('live.html#settings._leave', 'expertflow/live.py'),
+                                 'expertflow.live.Settings._made': ('live.html#settings._made', 'expertflow/live.py'),
                                  'expertflow.live.Settings.change': ('live.html#settings.change', 'expertflow/live.py'),
                                  'expertflow.live.Settings.config': ('live.html#settings.config', 'expertflow/live.py'),
                                  'expertflow.live.Settings.subscribe': ('live.html#settings.subscribe', 'expertflow/live.py'),

@@ -764,7 +764,7 @@ def see_paths(flow: ExpertFlow, cfg: Config, forecast: PredictedForecast | None)
 
     return ready_sight(file, flow.model, find_taps(flow.model), forecast, flow.runtime.lock, tell)
 
-# %% ../nbs/10b_flow.ipynb #fdba4079
+# %% ../nbs/10b_flow.ipynb #f3641885
 @dataclass(frozen=True)
 class Ready:
     "What a new configuration needs, made while the old one is in force. None: stays as it is."
@@ -784,12 +784,12 @@ _MEMORY = {"gpu_memory_budget", "context", "batch", "token_block_size"}
 _POLICY = {"eviction_policy", "priority_weights", "forecast_model_path"}
 _SIGHT = {"prediction_lookahead", "prediction_model_path"}
 
-def adjust(flow: ExpertFlow, changes: Mapping[str, Any], cfg: Config) -> int:  # layer-steps so far
-    "Puts a checked configuration into effect, or raises and leaves everything as it was."
+def adjust(flow: ExpertFlow, changes: Mapping[str, Any], cfg: Config, made: Callable[[int], None]) -> None:
+    "Puts a checked configuration into effect and calls `made`; or raises, and leaves everything as it was."
     differ = {key for key in changes if getattr(cfg, key) != getattr(flow.config, key)}
     ready = make_ready(flow, cfg, differ, ", ".join(f"{k}={v}" for k, v in changes.items()), "gpu_memory_budget" in changes)
     try:
-        return flow.runtime.between(functools.partial(put_into_effect, flow, ready))
+        flow.runtime.between(lambda: made(put_into_effect(flow, ready)))
     finally:
         if ready.host is not None:
             ready.host[1].clear()  # refused: memory that was made for nothing

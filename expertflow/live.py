@@ -63,7 +63,7 @@ class Now:
 
 Listener = Callable[[Now], object]
 
-# %% ../nbs/00a_live.ipynb #fb96181e
+# %% ../nbs/00a_live.ipynb #2586cf2e
 class Settings:
     "The settings of a loaded model. Safe to read and to subscribe to from any thread; `ExpertFlow.set` changes them."
 
@@ -79,19 +79,22 @@ class Settings:
     @property
     def config(self) -> Config: return self.now.config
 
-    def change(self, changes: Mapping[str, Any], apply: Callable[[Config], int]) -> Config: # the configuration in force
-        "Checks `changes`, has `apply` make them (it returns the number of layer-steps so far), and tells. All or nothing."
-        with self._turn:
-            old = self.now.config
-            new = changed(old, changes)
-            step = apply(new)
-            before, after = old.as_dict(), new.as_dict()
-            differs = {key: (before[key], after[key]) for key in after if before[key] != after[key]}
-            if differs:
-                self.now = Now(self.version + 1, new)
-                self.changes.append(Change(self.version, step, differs))
-        self.tell()
+    def change(self, changes: Mapping[str, Any], apply: Callable[[Config, Callable[[int], None]], object]) -> Config: # in force
+        "Checks `changes`, has `apply` make them (which calls back with the layer-steps so far), and tells. All or nothing."
+        try:
+            with self._turn:
+                old = self.now.config
+                new = changed(old, changes)
+                apply(new, lambda step: self._made(old, new, step))
+        finally: self.tell()  # also after Ctrl-C, if it came when the change was made already
         return new
+
+    def _made(self, old: Config, new: Config, step: int) -> None:
+        before, after = old.as_dict(), new.as_dict()
+        differs = {key: (before[key], after[key]) for key in after if before[key] != after[key]}
+        if differs:
+            self.now = Now(self.version + 1, new)
+            self.changes.append(Change(self.version, step, differs))
 
     def subscribe(self, listener: Listener) -> Callable[[], None]: # call it to end the subscription
         "Has `listener` called with `Now` after each change, in the thread of whoever made one. First subscribe, then read `now`."

@@ -643,7 +643,7 @@ class Guesses(Driven):
             if self.cache.loading[row[e]]:
                 self.executor.promote(row[e])
 
-# %% ../nbs/10_runtime.ipynb #19dba283
+# %% ../nbs/10_runtime.ipynb #26377dfd
 T = TypeVar("T")
 
 class Between(Guesses):
@@ -670,8 +670,9 @@ class Between(Guesses):
                     finally:
                         self.lock.release()
                 futures.wait([job], 0.002)
-        except BaseException:  # Ctrl-C: what has not begun shall not happen later
-            job.cancel()
+        except BaseException:  # Ctrl-C: what has not begun shall not happen later, and what has begun is over soon
+            if not job.cancel():
+                futures.wait([job], 10.0)
             raise
         return job.result()
 

@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from test_exact import generate, prompts, resident, same
 
 import expertflow.flow
+import expertflow.runtime
 from expertflow.cache import ABSENT, ExpertCache, Successor, admit, balance, check, choose_victims, done, end, loaded
 from expertflow.cli import main
 from expertflow.config import POLICIES, BudgetError, ConfigError, ExpertFlowError
@@ -739,3 +741,42 @@ def test_weights_that_follow_the_link(link, recency, path):
         flow.set(priority_weights="auto")
         assert dict(flow.weights) == weights_for(executor.carried / executor.busy)
         assert cache.evictor.w_r == flow.weights["recency"]
+
+
+def test_ctrl_c_while_another_thread_makes_the_change(path, monkeypatch):
+    "It happens all the same, and what is in force is what is said to be."
+    begun, told, wait, move = threading.Event(), [], expertflow.runtime.futures.wait, expertflow.flow.move_budget
+
+    def slow(*args):
+        begun.set()
+        time.sleep(0.3)
+        return move(*args)
+
+    def interrupted(*args):
+        if begun.is_set():
+            monkeypatch.setattr(expertflow.runtime.futures, "wait", wait)
+            raise KeyboardInterrupt
+        return wait(*args)
+
+    with load(path) as flow:
+        rt, holds = flow.runtime, threading.Event()
+
+        def busy():  # as a layer-step is
+            with rt.lock:
+                holds.set()
+                while not rt.jobs:
+                    time.sleep(0.001)
+                rt.catch_up()
+
+        flow.settings.subscribe(lambda now: told.append(now.config.gpu_memory_budget))
+        monkeypatch.setattr(expertflow.flow, "move_budget", slow)
+        monkeypatch.setattr(expertflow.runtime.futures, "wait", interrupted)
+        other = threading.Thread(target=busy)
+        other.start()
+        holds.wait()
+        with pytest.raises(KeyboardInterrupt):
+            flow.set(gpu_memory_budget="25%")
+        other.join()
+        assert rt.cache.n_slots == flow.plan.slots == 6 and flow.config.gpu_memory_budget == "25%" and flow.settings.version == 1
+        flow.set(gpu_memory_budget="50%")
+        assert told == ["25%", "50%"] and flow.settings.version == 2 and rt.cache.n_slots == 12
