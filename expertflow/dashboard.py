@@ -651,7 +651,7 @@ class Timeline:
         self.words.value = (f"{1e3 * total:.1f} ms for this token, of which {1e3 * waited:.1f} ms stalled, {len(token.copies)} "
                             "copies; a layer's time is that from its router's choice to the next one's")  # fmt: skip
 
-# %% ../nbs/13a_dashboard.ipynb #da9a0d14
+# %% ../nbs/13a_dashboard.ipynb #abeb17b0
 _BOX = ("white-space:pre-wrap;overflow-y:auto;display:flex;flex-direction:column-reverse;padding:4px 6px;line-height:1.35;"
         "border:1px solid var(--jp-border-color1,#999)")  # fmt: skip
 
@@ -672,7 +672,7 @@ class Panel(W.VBox):
         self.run = W.Button(description="Run", button_style="primary", layout=W.Layout(width="70px"))
         self.halt = W.Button(description="Stop", disabled=True, layout=W.Layout(width="70px"))
         self.status, self.text, self.numbers, self.memory = W.HTML(), W.HTML(), W.HTML(), W.HTML()
-        self.map = ResidencyMap.of(flow, rate=12.0, height=380)  # last: it has a thread
+        self.map = ResidencyMap.of(flow, rate=8.0, height=380)  # last: it has a thread
         self.map.layout.flex, self.map.layout.min_width = "5 1 0", "260px"
         self.side = W.VBox([self.text, self.numbers, self.memory], layout=W.Layout(flex="4 1 0", min_width="0"))
         top = W.HBox([self.prompt, W.VBox([W.HBox([self.run, self.halt]), W.HBox([self.tokens, self.sample])])])
@@ -713,7 +713,7 @@ class Tabs:
     def close(self) -> None:
         if 1 in self.made: self.made[1].close()
 
-# %% ../nbs/13a_dashboard.ipynb #3f3124c2
+# %% ../nbs/13a_dashboard.ipynb #e1adbabc
 class Connected(Panel):
     "A panel that belongs to a model."
 
@@ -730,7 +730,7 @@ class Connected(Panel):
         self.halt.on_click(lambda _: self.speaker.stop())
         self.told = ""
         self.refresh()
-        self.painter = Painter(self.refresh, rate=4.0, name="expertflow-panel")
+        self.painter = Painter(self.refresh, rate=3.0, name="expertflow-panel")
 
     def start(self) -> None:
         "What the Run button does."

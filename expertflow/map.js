@@ -92,9 +92,10 @@ function render({ model, el }) {
     canvas.height = h * L;
     canvas.style.width = canvas.width / dpr + "px";
     canvas.style.height = canvas.height / dpr + "px";
-    sprites = Object.assign(document.createElement("canvas"), { width: 16 * w, height: 16 * h });
-    const s = sprites.getContext("2d");
+    const sheet = new OffscreenCanvas(16 * w, 16 * h), s = sheet.getContext("2d");
     for (let c = 0; c < 256; c++) square(s, look, c, (c % 16) * w, (c >> 4) * h, w, h, theme, ink);
+    sprites?.close();
+    sprites = sheet.transferToImageBitmap();        // drawn from a canvas, each square would be a snapshot of all of it
     g.font = `${9 * dpr}px sans-serif`;
     g.fillStyle = ink;
     g.textBaseline = "middle";
@@ -126,10 +127,11 @@ function render({ model, el }) {
     shown = cells.slice();
     canvas.cells = shown;
     if (cursor >= 0) { g.strokeStyle = ink; g.lineWidth = dpr; g.strokeRect(left + (cursor % E) * w + dpr / 2, Math.floor(cursor / E) * h + dpr / 2, w - dpr, h - dpr); }
+    canvas.painted++;
+    if (!frames && nth + 1 < sent()) return;        // words are for the last of the pictures that came together
     numbers.forEach((e, i) => { if (e.textContent !== String(count[i])) e.textContent = count[i]; });
     canvas.dataset.resident = resident;
     tell();
-    canvas.painted++;
   }
   const soon = () => { frame ||= requestAnimationFrame(paint); };
 
@@ -231,6 +233,7 @@ function render({ model, el }) {
     clearInterval(timer);
     clearTimeout(late);
     clearTimeout(next);
+    sprites?.close();
     cancelAnimationFrame(frame);
     size.disconnect();
     dress.disconnect();

@@ -330,7 +330,7 @@ class Painted(anywidget.AnyWidget):
         live = super()._repr_mimebundle_(**kwargs)
         return ({**still, **live[0]}, live[1]) if isinstance(live, tuple) else {**still, **(live or {})}
 
-# %% ../nbs/13_map.ipynb #3c79b48c
+# %% ../nbs/13_map.ipynb #dacd302a
 class Following(Painted):
     "Shows what a board says, as long as it is open; or a film."
 
@@ -344,7 +344,7 @@ class Following(Painted):
         shown = {"film": b"".join(film.frames), "passes": film.passes} if film else {"cells": cells_of(self.board).tobytes()}
         super().__init__(layers=list(self.board.cache.num_experts), look={"states": states, "of": LOOK.tolist()},
                          title=title or (film.title if film else ""), height=height, period=1e3 / rate, **shown)  # fmt: skip
-        self.pairs, self.held = rate > 8, b""  # fast ones are sent two at a time; the first of them
+        self.pairs, self.held = rate >= 8, b""  # fast ones are sent two at a time; the first of them
         self.observe(self._tell, ["hovered", "at"])
         if not film:
             self.board.viewers.add(id(self))
