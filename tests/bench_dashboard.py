@@ -3,9 +3,9 @@
     python tests/bench_dashboard.py [--tokens 48 --rounds 9]
 
 In a notebook in JupyterLab with a real browser the same prompt is answered with the dashboard open and without one, in turn. The
-figure is the median of the rounds' ratios of decoding speed. `--where kernel`: the same without a browser, the messages are thrown
-away; what is left is the kernel's part. `--where neighbour`: no dashboard at all, but a process that is busy for an eighth of the
-time, about what a browser takes: what this machine makes of that.
+figure is the median of the rounds' ratios of decoding speed. `--where kernel`: the same without a browser, its messages are
+thrown away; what is left is the kernel's part. `--where neighbour`: no dashboard at all, but a process that is busy for an
+eighth of the time, about what a browser takes: what this machine makes of that.
 """
 import argparse
 import statistics
