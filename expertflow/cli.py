@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['generate', 'plan', 'check', 'bench', 'bench_device', 'trace', 'train', 'simulate', 'parser', 'main']
 
-# %% ../nbs/14_cli.ipynb #49937e93
+# %% ../nbs/14_cli.ipynb #f9a649d4
 import argparse
+import io
 import json
 import os
 import sys
@@ -88,17 +89,19 @@ def _quiet() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
-# %% ../nbs/14_cli.ipynb #737aae08
+# %% ../nbs/14_cli.ipynb #21298cba
 def _prompts(a: argparse.Namespace) -> list[Any]:
     "What is asked: PROMPT, or the lines of a file."
     if (a.prompt is None) == (a.prompts is None):
         a.refuse("give either a PROMPT or --prompts FILE")
     if a.prompts is None:
         return [a.prompt]
+    if a.prompts == "-" and sys.stdin is None:  # closed before we began
+        raise ExpertFlowError("--prompts -: standard input is closed; give it prompts, or name a file")
     try:
-        with sys.stdin if a.prompts == "-" else open(a.prompts, encoding="utf-8") as f:
+        with io.TextIOWrapper(sys.stdin.buffer if a.prompts == "-" else open(a.prompts, "rb"), "utf-8-sig") as f:
             lines = [(i, x.strip()) for i, x in enumerate(f.read().split("\n"), 1) if x.strip()]
-    except (OSError, UnicodeError) as e:
+    except (OSError, ValueError) as e:
         raise ExpertFlowError(f"--prompts {a.prompts}: cannot be read as UTF-8 text ({e})") from None
     if not lines:
         raise ExpertFlowError(f"--prompts {a.prompts}: there is no prompt in it; write one on each line")

@@ -412,9 +412,30 @@ def test_many_prompts(run, fails, path, tmp_path, monkeypatch):
     assert code == 0 and [out.index(f"[{i + 1}] {x}\n{want[i].strip()}") for i, x in enumerate(asked)] == sorted(
         out.index(f"[{i + 1}] {x}\n{want[i].strip()}") for i, x in enumerate(asked)
     )
-    monkeypatch.setattr("sys.stdin", io.StringIO(asked[1]))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(asked[1].encode())))
     code, out, _ = run("generate", "--prompts", "-", "--json", *more)
     assert code == 0 and json.loads(out)["answers"] == [{"prompt": asked[1], "text": want[1]}]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-16"])
+def test_prompts_are_utf8_whatever_the_locale(run, path, tmp_path, monkeypatch, encoding):
+    more = ("--json", "--model", path, "--context", 64, "--max-new-tokens", 2)
+    data = "\ufeff\u201efox\u201c\r\ncaf\u00e9\r\n".encode()  # with the mark that some editors put first
+    want = ["\u201efox\u201c", "caf\u00e9"]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data), encoding, "surrogateescape"))
+    (tmp_path / "p.txt").write_bytes(data)
+    for name in ("-", tmp_path / "p.txt"):
+        code, out, _ = run("generate", "--prompts", name, *more)
+        assert code == 0 and [x["prompt"] for x in json.loads(out)["answers"]] == want
+
+
+def test_prompts_without_standard_input(fails, monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)  # what Python has if it was closed
+    assert "standard input is closed" in fails("generate", "--prompts", "-")
+    closed = io.TextIOWrapper(io.BytesIO(b"fox"))
+    closed.close()
+    monkeypatch.setattr("sys.stdin", closed)
+    assert "--prompts -: cannot be read" in fails("generate", "--prompts", "-")
 
 
 def test_many_prompts_that_are_none(run, fails, path, tmp_path):
