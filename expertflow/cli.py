@@ -89,7 +89,7 @@ def _quiet() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
-# %% ../nbs/14_cli.ipynb #21298cba
+# %% ../nbs/14_cli.ipynb #f78f9bcc
 def _prompts(a: argparse.Namespace) -> list[Any]:
     "What is asked: PROMPT, or the lines of a file."
     if (a.prompt is None) == (a.prompts is None):
@@ -118,6 +118,7 @@ def _from_json(name: str, line: int, text: str) -> Any:
         raise ExpertFlowError(f'{name}, line {line}: write "a text", [chat messages], or {{"prompt": ...}} with one of them')
     return x
 
+# %% ../nbs/14_cli.ipynb #833e5fd9
 def _all_of(flow: Any, a: argparse.Namespace, prompts: list[Any], live: LiveFile | None) -> dict[str, Any]:
     "The answers, printed in the order asked."
     texts: dict[int, str] = {}
