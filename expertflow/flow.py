@@ -933,7 +933,7 @@ def encode(flow: Many, prompt: Any) -> dict[str, Tensor]:
         raise ExpertFlowError("this model's tokenizer has no chat template: give the prompt as one text")
     return {k: v.to(flow.device) for k, v in enc.items() if k in ("input_ids", "attention_mask")}
 
-# %% ../nbs/10b_flow.ipynb #4ec7a33b
+# %% ../nbs/10b_flow.ipynb #2bb0f6c8
 def stream_text(flow: ExpertFlow, prompt: Any, kwargs: dict[str, Any]) -> Iterator[str]:
     "Runs `generate` in a thread and yields text as it comes; what it raises is raised here, after the thread has ended."
     for key in kwargs.keys() & {"streamer", "inputs", "input_ids", "inputs_embeds"}:
@@ -967,7 +967,7 @@ class _Stop:
     "A stopping criterion that the reader pulls by going away, and somebody else by an event of theirs."
 
     def __init__(self, event: threading.Event | None):
-        if event is not None and not hasattr(event, "is_set"):
+        if event is not None and (isinstance(event, type) or not callable(getattr(event, "is_set", None))):
             raise ExpertFlowError(f"stop={event!r}: give a threading.Event, to be set by whoever wants to stop")
         self.gone, self.event, self.begun = threading.Event(), event, False
 
