@@ -154,11 +154,15 @@ def _check_request(a: argparse.Namespace, prompts: list[Any]) -> None:
     if not 0 <= a.seed < 2**63:
         raise ExpertFlowError(f"--seed {a.seed}: 0 or more, and below 2**63")
 
-# %% ../nbs/14_cli.ipynb #74e425d9
+# %% ../nbs/14_cli.ipynb #2f058c72
 def _fit_context(flow: Any, a: argparse.Namespace, prompt: Any, i: int) -> None:
     from expertflow.flow import encode
 
-    n, which = encode(flow, prompt)["input_ids"].shape[1], f"prompt {i + 1}" if a.prompts else "the prompt"
+    which = f"prompt {i + 1}" if a.prompts else "the prompt"
+    try:
+        n = encode(flow, prompt)["input_ids"].shape[1]
+    except ExpertFlowError as e:
+        raise (ExpertFlowError(f"{which}: {e}") if a.prompts else e) from None
     if n + a.max_new_tokens > flow.config.context:
         raise ExpertFlowError(
             f"{which} has {n} tokens, with {a.max_new_tokens} new ones that is more than the context of "

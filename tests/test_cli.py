@@ -447,7 +447,8 @@ def test_many_prompts_that_are_none(run, fails, path, tmp_path):
     cases = {"a.txt": (b"\n \n", "no prompt in it"), "b.txt": (b"\xff\xfe", "cannot be read as UTF-8"),
              "c.jsonl": (b'"fine"\n{"text": 1}', "c.jsonl, line 2: write"),
              "d.jsonl": (b'"fine"\n\n[', "d.jsonl, line 3: not JSON"),
-             "e.txt": (f"fox\n{'fox ' * 200}".encode(), "prompt 2 has")}  # fmt: skip
+             "e.txt": (f"fox\n{'fox ' * 200}".encode(), "prompt 2 has"),
+             "f.jsonl": (b'"fox"\n["fox"]', "prompt 2: ")}  # fmt: skip
     for name, (data, why) in cases.items():
         (tmp_path / name).write_bytes(data)
         assert why in fails("generate", "--prompts", tmp_path / name, *more)
