@@ -357,6 +357,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'expertflow.dashboard.Meter.__init__': ('dashboard.html#meter.__init__', 'expertflow/dashboard.py'),
                                       'expertflow.dashboard.Panel': ('dashboard.html#panel', 'expertflow/dashboard.py'),
                                       'expertflow.dashboard.Panel.__init__': ('dashboard.html#panel.__init__', 'expertflow/dashboard.py'),
+                                      'expertflow.dashboard.Panel.reach': ('dashboard.html#panel.reach', 'expertflow/dashboard.py'),
                                       'expertflow.dashboard.Panel.say': ('dashboard.html#panel.say', 'expertflow/dashboard.py'),
                                       'expertflow.dashboard.Predictor': ('dashboard.html#predictor', 'expertflow/dashboard.py'),
                                       'expertflow.dashboard.Predictor.__init__': ( 'dashboard.html#predictor.__init__',

@@ -221,6 +221,14 @@ def test_a_refused_control_goes_back(panel, flow):
     assert flow.config.gpu_memory_budget == "40%"
 
 
+def test_as_many_tokens_as_the_context_has(panel, flow):
+    before = flow.config.context
+    for context in (before + 64, before):
+        flow.set(context=context)
+        until(lambda: panel.tokens.max == flow.config.context)
+        until(lambda: panel.tokens.tooltip.endswith(f" {flow.config.context}"))
+
+
 @pytest.mark.parametrize("size", [48, "auto"])
 def test_blocks_of_any_size_are_shown(size, panel, flow):
     "Set by somebody else, to what the panel does not offer."
