@@ -589,6 +589,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'expertflow.flow.encode_all': ('flow.html#encode_all', 'expertflow/flow.py'),
                                  'expertflow.flow.ended_badly': ('flow.html#ended_badly', 'expertflow/flow.py'),
                                  'expertflow.flow.evictor_for': ('flow.html#evictor_for', 'expertflow/flow.py'),
+                                 'expertflow.flow.fill': ('flow.html#fill', 'expertflow/flow.py'),
                                  'expertflow.flow.find_checkpoint': ('flow.html#find_checkpoint', 'expertflow/flow.py'),
                                  'expertflow.flow.forecast_line': ('flow.html#forecast_line', 'expertflow/flow.py'),
                                  'expertflow.flow.foresee': ('flow.html#foresee', 'expertflow/flow.py'),

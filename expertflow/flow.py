@@ -6,11 +6,11 @@
 __all__ = ['find_checkpoint', 'Room', 'look_around', 'plan_for', 'with_block', 'without_cold', 'staging_bytes', 'heat_of',
            'heat_order', 'preload', 'host_slots', 'make_executor', 'break_stream', 'Clock', 'Generation', 'Watch',
            'Requests', 'longest', 'prompt_of', 'around_generate', 'Parts', 'Many', 'ExpertFlow', 'open_dashboard',
-           'load_tokenizer', 'load', 'open_books', 'one_line', 'load_model', 'threshold_of', 'warmup_of', 'paths_of',
-           'weights_of', 'evictor_for', 'tolerances', 'segment_slots', 'build_runtime', 'with_predictor', 'foresee',
-           'see_paths', 'Ready', 'adjust', 'make_ready', 'room_now', 'put_into_effect', 'move_budget', 'with_host',
-           'host_to_come', 'move_host', 'encode', 'stream_text', 'kv_memory', 'encode_all', 'stream_texts', 'Report',
-           'measured_peak', 'prediction_line', 'forecast_line', 'make_report', 'skipped_text', 'changed_text',
+           'load_tokenizer', 'load', 'fill', 'open_books', 'one_line', 'load_model', 'threshold_of', 'warmup_of',
+           'paths_of', 'weights_of', 'evictor_for', 'tolerances', 'segment_slots', 'build_runtime', 'with_predictor',
+           'foresee', 'see_paths', 'Ready', 'adjust', 'make_ready', 'room_now', 'put_into_effect', 'move_budget',
+           'with_host', 'host_to_come', 'move_host', 'encode', 'stream_text', 'kv_memory', 'encode_all', 'stream_texts',
+           'Report', 'measured_peak', 'prediction_line', 'forecast_line', 'make_report', 'skipped_text', 'changed_text',
            'ended_badly', 'report_table']
 
 # %% ../nbs/10b_flow.ipynb #c5d13f8c
@@ -562,7 +562,7 @@ def _config_of(model: Any, config: Source, settings: dict[str, Any]) -> Config:
 _OURS = {"dtype": "dtype", "torch_dtype": "dtype", "device_map": "device"}
 _OURS |= {"experts_implementation": "experts_implementation"}
 
-# %% ../nbs/10b_flow.ipynb #efbca1c1
+# %% ../nbs/10b_flow.ipynb #7efe6096
 def load(cfg: Config, model_kwargs: dict[str, Any]) -> ExpertFlow:
     "The whole of `from_pretrained`."
     for key in model_kwargs.keys() & _OURS.keys():
@@ -585,11 +585,7 @@ def load(cfg: Config, model_kwargs: dict[str, Any]) -> ExpertFlow:
     flow.requests = Requests(inv, plan, flow.ledger, cfg.token_block_size)
     try:
         flow.model = load_model(flow, ckpt, model_kwargs)
-        if cfg.preload:
-            order = heat_order(path, flow.runtime.store.num_experts)
-            preload(flow.runtime, [x for x in order if x not in set(cold)])
-        if cfg.priority_weights == "auto" and cfg.eviction_policy == "priority_based":  # now there is something to go by
-            put_into_effect(flow, make_ready(flow, cfg, {"priority_weights"}, "", False))
+        fill(flow)
         if (look := foresee(flow, cfg, ckpt)) is not None:
             flow.foresight = look()
         if (see := see_paths(flow, cfg, flow.forecast)) is not None:
@@ -599,6 +595,18 @@ def load(cfg: Config, model_kwargs: dict[str, Any]) -> ExpertFlow:
         raise
     weakref.finalize(flow.model, flow.runtime.close)  # a model that is forgotten gives its threads and files back
     return flow
+
+# %% ../nbs/10b_flow.ipynb #ff90354f
+def fill(flow: ExpertFlow) -> None:
+    "Preloads, and settles what follows from the rate at which the experts came."
+    rt, cfg = flow.runtime, flow.config
+    by_rate = cfg.priority_weights == "auto" and cfg.eviction_policy == "priority_based"
+    order = [x for x in heat_order(flow.path, rt.store.num_experts) if x not in set(flow.cold)]
+    rt.executor.timing = by_rate
+    preload(rt, order if cfg.preload else order[:4] if by_rate else [])
+    rt.executor.timing = False
+    if by_rate:
+        put_into_effect(flow, make_ready(flow, cfg, {"priority_weights"}, "", False))
 
 # %% ../nbs/10b_flow.ipynb #060c5ad4
 def open_books(plan: Plan, host_bytes: int) -> Ledger:
@@ -657,7 +665,7 @@ def load_model(flow: ExpertFlow, ckpt: Checkpoint, model_kwargs: dict[str, Any])
 def _gone() -> ExpertFlow:
     raise ExpertFlowError("the ExpertFlow object of this model is gone; keep a reference to it while you use the model")
 
-# %% ../nbs/10b_flow.ipynb #97f44075
+# %% ../nbs/10b_flow.ipynb #247d5e56
 def threshold_of(cfg: Config) -> float:
     "The eviction threshold in effect."
     if cfg.eviction_threshold is not None:
@@ -676,7 +684,7 @@ def weights_of(cfg: Config, executor: Executor | None = None) -> Mapping[str, fl
     "Of the priority policy; \"auto\": by the rate at which experts have arrived so far, the usual ones before the first."
     if not isinstance(cfg.priority_weights, str):
         return cfg.priority_weights
-    return weights_for(executor.carried / executor.busy) if executor and executor.busy else WEIGHTS
+    return weights_for(executor.carried / executor.busy) if executor and executor.carried else WEIGHTS
 
 def evictor_for(
     cfg: Config, store: ExpertStore, paths: Path | None, weights: Mapping[str, float]

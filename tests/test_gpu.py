@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from expertflow.evictor import weights_for
 from expertflow.flow import ExpertFlow
 from expertflow.runtime import Fetched
 from expertflow.testing import write_checkpoint
@@ -239,3 +240,15 @@ def test_budget_given_back_is_free(tmp_path, device):
         torch.accelerator.synchronize()
         gone = slots - -(-flow.runtime.cache.n_slots // 8) * 8  # whole segments
         assert before - torch.accelerator.memory_allocated() >= 0.9 * gone * flow.plan.slot_bytes > 0
+
+
+@pytest.mark.parametrize("preload", [True, False])
+def test_weights_that_follow_the_link(device, tmp_path, preload):
+    "A few copies are timed for it while loading, and none later."
+    path = write_checkpoint("olmoe", tmp_path / "m", dtype="bfloat16")
+    for link in (None, "0.05GB/s"):
+        with offloaded(path, "50%", priority_weights="auto", preload=preload, paced_link=link) as flow:
+            executor = flow.runtime.executor
+            assert executor.carried and not executor.timing
+            assert dict(flow.weights) == weights_for(executor.carried / executor.busy)
+            assert link is None or flow.weights["recency"] == pytest.approx(0.6)

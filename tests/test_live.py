@@ -727,10 +727,11 @@ def test_the_command_line_follows_a_file(path, tmp_path, capsys, monkeypatch):
     assert main([*args, "--live", str(tmp_path / "none.toml")]) == 2
 
 
+@pytest.mark.parametrize("preload", [True, False])
 @pytest.mark.parametrize(("link", "recency"), [("0.05GB/s", 0.6), (None, None)])
-def test_weights_that_follow_the_link(link, recency, path):
+def test_weights_that_follow_the_link(link, recency, preload, path):
     "The article's rule by the measured rate, at loading and when asked for later; a slow link leans on recency."
-    with load(path, priority_weights="auto", paced_link=link) as flow:
+    with load(path, priority_weights="auto", paced_link=link, preload=preload) as flow:
         cache, executor = flow.runtime.cache, flow.runtime.executor
         assert dict(flow.weights) == weights_for(executor.carried / executor.busy) and flow.config.priority_weights == "auto"
         assert recency is None or flow.weights["recency"] == pytest.approx(recency)
