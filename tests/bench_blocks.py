@@ -2,7 +2,7 @@
 
     python tests/bench_blocks.py [--model smollm2-moe] [--tokens 2048] [--out nbs/09c_blocks.json]
 
-A prompt of real text (a novel; shared data) is read with slots for 25 % and 50 % of the experts, all at once down to blocks of 4
+A prompt of real text (a novel; shared data) is read with slots for 25 % and 50 % of the experts, all at once down to single
 tokens. Each point runs in a process of its own, so that its peak memory is its own. No expert is read twice in one layer and
 block: that is asserted for every one. The layer-steps of each run are then replayed by the simulator, whose loads have to be
 those of the run. Times are those of a second reading (of the first one below 16 tokens), on a CPU, from the page cache.
@@ -17,9 +17,10 @@ import sys
 from pathlib import Path
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
-SIZES = (4, 16, 32, 64, 256, None)
+SIZES = (1, 4, 16, 32, 64, 256, None)
 BUDGETS = ("25%", "50%")
 AHEAD, LINK = (64, 256), "400MB/s"
+PARTS = ("simulated", "rows", "ahead")
 
 
 def prompt(tok, n):
@@ -104,6 +105,7 @@ def main():
     p.add_argument("--model", default="smollm2-moe")
     p.add_argument("--tokens", type=int, default=2048)
     p.add_argument("--out", default="nbs/09c_blocks.json")
+    p.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS, help="the others stay as the file has them")
     p.add_argument("--point", help=argparse.SUPPRESS)
     a = p.parse_args()
     if a.point:
@@ -119,12 +121,15 @@ def main():
         print(line, flush=True)
         return json.loads(line[6:])
 
-    result = {"model": a.model, "tokens": a.tokens, "simulated": simulated(a.model, a.tokens), "rows": [], "ahead": []}
+    result = json.loads(Path(a.out).read_text()) if Path(a.out).exists() else {}
+    result |= {"model": a.model, "tokens": a.tokens} | {part: [] for part in a.parts}
+    if "simulated" in a.parts:
+        result["simulated"] = simulated(a.model, a.tokens)
     for size in reversed(SIZES):
-        for budget in BUDGETS:
+        for budget in BUDGETS if "rows" in a.parts else ():
             result["rows"].append(run(budget, size, False, None))
             Path(a.out).write_text(json.dumps(result, indent=1) + "\n")
-        if size in AHEAD:
+        if size in AHEAD and "ahead" in a.parts:
             runs = [run("50%", size, ahead, LINK) for _ in range(2) for ahead in (False, True)]
             result["ahead"].append({"block": size, "link": LINK, "without": runs[::2], "with": runs[1::2]})
             Path(a.out).write_text(json.dumps(result, indent=1) + "\n")
