@@ -6,10 +6,10 @@
 __all__ = ['COLOURS', 'CONFIG', 'Meter', 'Marks', 'marks', 'Speaker', 'Figures', 'figures', 'figures_html', 'memory_html',
            'Wishes', 'shared_out', 'Limits', 'limits', 'make_controls', 'labels', 'size_note', 'wanted', 'in_force',
            'without_effect', 'Controls', 'column', 'Token', 'Log', 'decoding', 'Replayed', 'compute_of', 'what_if',
-           'Figure', 'Chart', 'here', 'curves', 'WhatIf', 'replay', 'Predictor', 'Timeline', 'text_html', 'Panel',
+           'Figure', 'Chart', 'here', 'curves', 'WhatIf', 'replay', 'Predictor', 'Timeline', 'pictures', 'Panel',
            'Tabs', 'Connected', 'leave', 'Dashboard']
 
-# %% ../nbs/13a_dashboard.ipynb #16b3e39f
+# %% ../nbs/13a_dashboard.ipynb #64899c66
 import html
 import os
 import threading
@@ -24,10 +24,10 @@ from typing import Any
 import torch
 
 from .card import read_card
-from .config import POLICIES, WEIGHTS, CheckpointError, ExpertFlowError, fmt_bytes
+from .config import POLICIES, WEIGHTS, CheckpointError, ConfigError, ExpertFlowError, fmt_bytes
 from .flow import ExpertFlow, heat_order
 from .foresight import predictor_file
-from .hardware import memory_available
+from .hardware import cores, memory_available
 from .ledger import Plan
 from .live import Now
 from .map import Painter, ResidencyMap
@@ -651,19 +651,20 @@ class Timeline:
         self.words.value = (f"{1e3 * total:.1f} ms for this token, of which {1e3 * waited:.1f} ms stalled, {len(token.copies)} "
                             "copies; a layer's time is that from its router's choice to the next one's")  # fmt: skip
 
-# %% ../nbs/13a_dashboard.ipynb #d9f68292
-_BOX = ("white-space:pre-wrap;overflow-y:auto;display:flex;flex-direction:column-reverse;padding:4px 6px;line-height:1.35;"
-        "border:1px solid var(--jp-border-color1,#999)")  # fmt: skip
+# %% ../nbs/13a_dashboard.ipynb #305ff515
+def pictures(flow: ExpertFlow, rate: float | None) -> float:
+    "How many a second: as many as wished, by default few where the browser may have to draw with the very cores that compute."
+    if rate is None: return 2.0 if flow.device.type == "cpu" and cores() <= 2 else 8.0
+    if not (isinstance(rate, (int, float)) and 0 < rate <= 30):
+        raise ConfigError(f"rate={rate!r}: pictures a second, a number above 0 and up to 30")
+    return float(rate)
 
-def text_html(text: str, height: int) -> str:
-    "The text; when it is longer than the box, its end."
-    inner = f"<div class='ef-text' style='margin-bottom:auto'>{html.escape(text)}</div>"
-    return f"<div style='{_BOX};height:{height}px'>{inner}</div>"
-
+# %% ../nbs/13a_dashboard.ipynb #cf8cdb6a
 class Panel(W.VBox):
     "The widgets of a dashboard, and how they are laid out."
 
-    def __init__(self, flow: ExpertFlow, prompt: str, max_new_tokens: int):
+    def __init__(self, flow: ExpertFlow, prompt: str, max_new_tokens: int, rate: float | None = None):
+        self.rate = pictures(flow, rate)
         self.prompt = W.Textarea(value=prompt, rows=2, layout=W.Layout(flex="1 1 auto", height="46px"), tooltip="prompt")
         self.tokens = W.BoundedIntText(value=max_new_tokens, min=1, max=flow.config.context, layout=W.Layout(width="75px"))
         self.reach(flow.config.context)
@@ -671,13 +672,10 @@ class Panel(W.VBox):
         self.sample.tooltip = "off: always the likeliest token"
         self.run = W.Button(description="Run", button_style="primary", layout=W.Layout(width="70px"))
         self.halt = W.Button(description="Stop", disabled=True, layout=W.Layout(width="70px"))
-        self.status, self.text, self.numbers, self.memory = W.HTML(), W.HTML(), W.HTML(), W.HTML()
-        self.map = ResidencyMap.of(flow, rate=8.0, height=380)  # last: it has a thread
-        self.map.layout.flex, self.map.layout.min_width = "5 1 0", "260px"
-        self.side = W.VBox([self.text, self.numbers, self.memory], layout=W.Layout(flex="4 1 0", min_width="0"))
+        self.status, self.budget = W.HTML(), W.HBox()
+        self.map = ResidencyMap.of(flow, rate=self.rate, height=360, follow=False)
         top = W.HBox([self.prompt, W.VBox([W.HBox([self.run, self.halt]), W.HBox([self.tokens, self.sample])])])
-        middle = W.HBox([self.map, self.side], layout=W.Layout(align_items="flex-start"))
-        self.main = [top, self.status, middle]
+        self.main = [top, self.status, self.map, self.budget]
         super().__init__(self.main)
 
     def reach(self, context: int) -> None:
@@ -716,24 +714,25 @@ class Tabs:
     def close(self) -> None:
         if 1 in self.made: self.made[1].close()
 
-# %% ../nbs/13a_dashboard.ipynb #aed6538a
+# %% ../nbs/13a_dashboard.ipynb #425525b8
 class Connected(Panel):
     "A panel that belongs to a model."
 
-    def __init__(self, flow: ExpertFlow, prompt: str = "Why is the sky blue?", max_new_tokens: int = 200):
-        super().__init__(flow, prompt, max_new_tokens)
+    def __init__(self, flow: ExpertFlow, prompt: str = "Why is the sky blue?", max_new_tokens: int = 200, **kwargs: Any):
+        super().__init__(flow, prompt, max_new_tokens, **kwargs)
         self.flow, self.speaker, self.wishes, self.diary = flow, Speaker(flow), Wishes(flow.set), Log(flow)
         self.controls, board = Controls(flow, self.wishes.want), self.map.board
         board.readers = (*board.readers, self.diary)
         self.tabs = Tabs(flow, self.controls, self.diary, self.speaker)
-        self.controls.c["budget"].layout.width = self.controls.notes["budget"].layout.width = "100%"
-        self.side.children = [self.text, self.numbers, self.memory, self.controls.notes["budget"], self.controls.c["budget"]]
+        note, slider = self.budget.children = self.controls.notes["budget"], self.controls.c["budget"]
+        note.layout.width, slider.layout.width, self.budget.layout.align_items = "340px", "60%", "center"
         self.children = [*self.main, self.tabs.box]
         self.run.on_click(lambda _: self.start())
         self.halt.on_click(lambda _: self.speaker.stop())
         self.told = ""
+        self.map.words = self.words
         self.refresh()
-        self.painter = Painter(self.refresh, rate=3.0, name="expertflow-panel")
+        self.painter = Painter(self.refresh, rate=self.rate, name="expertflow-panel")
 
     def start(self) -> None:
         "What the Run button does."
@@ -745,14 +744,11 @@ class Connected(Panel):
 
     def refresh(self) -> bool:
         "Brings the panel up to date. False: it has been closed."
-        if self.comm is None:
+        if self.comm is None or self.map.comm is None:
             leave(self)
             return False
         s, running = self.speaker, self.speaker.running
         self.run.disabled, self.halt.disabled = running, not running
-        self.text.value = text_html(s.text, 180)
-        self.numbers.value = figures_html(figures(s))
-        self.memory.value = memory_html(self.flow.ledger.snapshot())
         busy, changed = s.turn.locked(), self.flow.settings.version != self.controls.shown
         if (changed or busy != self.controls.busy) and not self.wishes.pending:
             self.controls.busy = busy
@@ -761,7 +757,12 @@ class Connected(Panel):
         bad = self.wishes.error or self.told or s.error
         self.say(bad or f"{self.flow.path.name} on {self.flow.device}: " + ("writing" if running else "ready"), bool(bad))
         self.tabs.refresh()
-        return True
+        return self.map.turn()
+
+    def words(self) -> dict[str, Any]:
+        "What goes with the map's picture."
+        figs = figures_html(figures(self.speaker))
+        return {"text": self.speaker.text, "beside": [figs, memory_html(self.flow.ledger.snapshot())]}
 
 # %% ../nbs/13a_dashboard.ipynb #0503c7d1
 def leave(panel: Connected) -> None:

@@ -477,7 +477,7 @@ class Many(Parts):
         "Number and answer of each prompt, as they are finished. Sequences that use the same experts go together."
         return stream_texts(self, prompts, block, progress, kwargs)
 
-# %% ../nbs/10b_flow.ipynb #46b61cac
+# %% ../nbs/10b_flow.ipynb #2c416861
 class ExpertFlow(Many):
     "A mixture-of-experts model under a memory budget. Make one with `ExpertFlow.from_pretrained`."
 
@@ -523,7 +523,7 @@ class ExpertFlow(Many):
         return self.plan
 
     def dashboard(self, **kwargs: Any) -> Any:
-        "A panel for notebooks: prompt, text, the live map, figures, and controls. `kwargs`: prompt, max_new_tokens."
+        "A panel for notebooks: prompt, text, the live map, figures, controls. `kwargs`: prompt, max_new_tokens, rate (a second)."
         return open_dashboard(self, kwargs)
 
 # %% ../nbs/10b_flow.ipynb #84ac5e99

@@ -2,7 +2,11 @@
 // what is painted is the latest, on the browser's next frame, and of it only the squares that have changed.
 
 const STYLE = `
-.ef-map { font: 12px var(--jp-ui-font-family, system-ui, sans-serif); color: var(--jp-ui-font-color1, inherit); min-width: 260px; }
+.ef-map { font: 12px var(--jp-ui-font-family, system-ui, sans-serif); color: var(--jp-ui-font-color1, inherit); min-width: 260px; contain: layout style; display: flex; flex-wrap: wrap; gap: 4px 10px; }
+.ef-map .ef-picture { flex: 5 1 260px; min-width: 0; }
+.ef-map .ef-said { flex: 4 1 240px; min-width: 0; display: flex; flex-direction: column; gap: 6px; }
+.ef-map .ef-box { flex: 1 1 150px; contain: strict; overflow-y: auto; display: flex; flex-direction: column-reverse; padding: 4px 6px; line-height: 1.35; font-size: 13px; border: 1px solid var(--jp-border-color1, #999); }
+.ef-map .ef-text { white-space: pre-wrap; margin-bottom: auto; }
 .ef-map .ef-bar, .ef-map .ef-legend { display: flex; flex-wrap: wrap; align-items: center; gap: 2px 10px; margin: 2px 0; }
 .ef-map .ef-title { flex: 1 1 auto; }
 .ef-map button { font: inherit; padding: 1px 8px; cursor: pointer; color: inherit; border: 1px solid currentColor; border-radius: 3px; background: transparent; }
@@ -10,7 +14,7 @@ const STYLE = `
 .ef-map canvas.ef-cells { display: block; cursor: crosshair; }
 .ef-map canvas.ef-cells:focus-visible, .ef-map button:focus-visible { outline: 2px solid var(--jp-brand-color1, #1976d2); outline-offset: 1px; }
 .ef-map .ef-legend span { white-space: nowrap; }
-.ef-map .ef-legend canvas { vertical-align: -2px; margin-right: 3px; }
+.ef-map .ef-legend img { width: 12px; height: 12px; vertical-align: -2px; margin-right: 3px; }
 .ef-map .ef-detail { min-height: 1.4em; margin: 2px 0; }`;
 
 const PINNED = 32, COLD = 64, EXPECTED = 128;       // marks that come on top of a state
@@ -62,9 +66,10 @@ function render({ model, el }) {
   const look = model.get("look"), layers = model.get("layers"), L = layers.length, E = Math.max(...layers);
   const root = element("div", "ef-map", el);
   element("style", "", root, STYLE);
-  const bar = element("div", "ef-bar", root), title = element("span", "ef-title", bar);
-  const canvas = element("canvas", "ef-cells", root), g = canvas.getContext("2d");
-  const legend = element("div", "ef-legend", root), detail = element("div", "ef-detail", root);
+  const side = element("div", "ef-picture", root);
+  const bar = element("div", "ef-bar", side), title = element("span", "ef-title", bar);
+  const canvas = element("canvas", "ef-cells", side), g = canvas.getContext("2d");
+  const legend = element("div", "ef-legend", side), detail = element("div", "ef-detail", side);
   canvas.tabIndex = 0;
   canvas.setAttribute("role", "img");
   detail.setAttribute("aria-live", "polite");
@@ -79,14 +84,14 @@ function render({ model, el }) {
   const now = () => frames ? one(film, at) : one(model.get("cells"), Math.min(nth, sent() - 1));
 
   // Painting
-  let theme, ink, dpr, w, h, left, sprites, shown = null, frame = 0, cursor = model.get("hovered");
+  let theme, ink, dpr, w, h, left, wide = 0, sprites, shown = null, frame = 0, cursor = model.get("hovered");
   canvas.painted = 0;                               // pictures so far, for measurements
   function layout() {
     theme = isDark(el) ? "dark" : "light";
     ink = getComputedStyle(root).color;
     dpr = devicePixelRatio || 1;
     left = Math.round(LABELS * dpr);
-    w = Math.max(1, Math.min(Math.round(24 * dpr), Math.floor((root.clientWidth * dpr - left) / E)));
+    w = Math.max(1, Math.min(Math.round(24 * dpr), Math.floor((wide * dpr - left) / E)));
     h = Math.max(2, Math.min(w, Math.round(18 * dpr), Math.floor(model.get("height") * dpr / L)));
     canvas.width = left + w * E;
     canvas.height = h * L;
@@ -110,7 +115,7 @@ function render({ model, el }) {
   }
   function paint() {
     frame = 0;
-    if (!root.clientWidth) return;                  // not in the page yet, or hidden: the observer calls again
+    if (!wide) return;                              // not in the page yet, or hidden: the observer calls again
     if (!w || dpr !== (devicePixelRatio || 1)) layout();
     const cells = now(), count = new Array(look.states.length).fill(0);
     if (cells.length !== L * E) return;
@@ -139,11 +144,13 @@ function render({ model, el }) {
   let numbers = [];
   function drawLegend() {
     legend.replaceChildren();
+    const n = Math.round(12 * dpr), sheet = document.createElement("canvas"), s = sheet.getContext("2d");
+    sheet.width = sheet.height = n;
     const swatch = (cell, text) => {
-      const span = element("span", "", legend), c = element("canvas", "", span), n = Math.round(12 * dpr);
-      Object.assign(c, { width: n, height: n });
-      c.style.width = c.style.height = "12px";
-      square(c.getContext("2d"), look, cell, 0, 0, n, n, theme, ink);
+      const span = element("span", "", legend), img = element("img", "", span);
+      square(s, look, cell, 0, 0, n, n, theme, ink);
+      img.alt = "";
+      img.src = sheet.toDataURL();                  // a canvas would be composed anew for each picture of the map
       span.append(text + " ");
       return element("b", "", span);
     };
@@ -221,12 +228,31 @@ function render({ model, el }) {
     if (i + 1 < sent()) next = setTimeout(() => reveal(i + 1), model.get("period"));
   }
   function again() { w = 0; soon(); }
+  function sized() { if (side.clientWidth !== wide) { wide = side.clientWidth; again(); } }
+
+  // What is said beside the picture; it comes in the same message, so that the browser has one frame to draw and not two
+  let aside, box;
+  const parts = [];                                 // the text, then the HTML beside it
+  function say(i, parent, how, words) {
+    const part = parts[i] ??= { e: element("div", i ? "" : "ef-text", parent) };
+    if (part.was !== words) part.e[how] = part.was = words;
+  }
+  function onWords() {
+    const text = model.get("text"), beside = model.get("beside");
+    if (text === null && !beside.length) return;
+    aside ??= element("div", "ef-said", root);
+    if (text !== null) say(0, box ??= element("div", "ef-box", aside), "textContent", text);
+    beside.forEach((html, i) => say(i + 1, aside, "innerHTML", html));
+  }
 
   model.on("change:cells", onCells);
   model.on("change:title", soon);
   model.on("change:detail", soon);
-  const size = new ResizeObserver(again), dress = new MutationObserver(again);
-  size.observe(el);
+  model.on("change:text", onWords);
+  model.on("change:beside", onWords);
+  onWords();
+  const size = new ResizeObserver(sized), dress = new MutationObserver(again);
+  size.observe(side);
   dress.observe(document.body, { attributes: true, attributeFilter: ["class", "data-jp-theme-light", "data-jp-theme-name"] });
   soon();
   return () => {
@@ -237,7 +263,7 @@ function render({ model, el }) {
     cancelAnimationFrame(frame);
     size.disconnect();
     dress.disconnect();
-    for (const [name, f] of [["cells", onCells], ["title", soon], ["detail", soon], ["at", onAt], ["paused", onPaused]]) model.off("change:" + name, f);
+    for (const [name, f] of [["cells", onCells], ["title", soon], ["detail", soon], ["text", onWords], ["beside", onWords], ["at", onAt], ["paused", onPaused]]) model.off("change:" + name, f);
   };
 }
 

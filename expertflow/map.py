@@ -6,7 +6,7 @@
 __all__ = ['AWAY', 'LOADING', 'RESIDENT', 'NOBODY', 'HIT', 'MISSED', 'IN_TIME', 'LATE', 'EVICTED', 'WASTED', 'PINNED', 'COLD',
            'EXPECTED', 'WHERE', 'EVENT', 'LOOKS', 'NAMES', 'LOOK', 'INK', 'PAPER', 'Board', 'cells_of', 'board_of',
            'counts_of', 'Look', 'look_of', 'square', 'picture', 'png', 'Painter', 'Film', 'film_of', 'told', 'told_of',
-           'Painted', 'Following', 'ResidencyMap']
+           'Painted', 'Attached', 'Following', 'ResidencyMap']
 
 # %% ../nbs/13_map.ipynb #7ac90486
 import base64
@@ -293,7 +293,7 @@ def told_of(film: Film, at: int, flat: int) -> str:
     uses = [i for i, (row, experts) in enumerate(film.steps[: film.ends[at]]) if row == layer and e in experts]
     return f"; needed {len(uses)} times" + (f", last {film.ends[at] - uses[-1] - 1} layer-steps ago" if uses else "")
 
-# %% ../nbs/13_map.ipynb #284692fe
+# %% ../nbs/13_map.ipynb #e3e6fca9
 class Painted(anywidget.AnyWidget):
     "What the browser is given (see map.js)."
 
@@ -306,6 +306,8 @@ class Painted(anywidget.AnyWidget):
     hovered = T.Int(-1).tag(sync=True)  # flat id, -1: none
     detail = T.Dict({"id": -1, "text": ""}).tag(sync=True)
     height = T.Int(460).tag(sync=True)  # CSS pixels that the squares have at most
+    text = T.Unicode(None, allow_none=True).tag(sync=True)  # to be read beside the squares, its end in sight; None: no box for it
+    beside = T.List(T.Unicode()).tag(sync=True)  # HTML, one below the other, under that text
     paused = T.Bool(False).tag(sync=True)
     film = T.Bytes().tag(sync=True)  # pictures to play back, [frames, L, E]; empty: a live map
     passes = T.List(T.Int()).tag(sync=True)  # of each
@@ -330,9 +332,9 @@ class Painted(anywidget.AnyWidget):
         live = super()._repr_mimebundle_(**kwargs)
         return ({**still, **live[0]}, live[1]) if isinstance(live, tuple) else {**still, **(live or {})}
 
-# %% ../nbs/13_map.ipynb #dacd302a
-class Following(Painted):
-    "Shows what a board says, as long as it is open; or a film."
+# %% ../nbs/13_map.ipynb #d8aad6a9
+class Attached(Painted):
+    "Belongs to a board, until it is closed; or to a film."
 
     def __init__(self, source: Board | Film, expert_bytes: Sequence[int] = (), rate: float = 15.0, title: str = "",
                  height: int = 460):  # fmt: skip
@@ -344,26 +346,11 @@ class Following(Painted):
         shown = {"film": b"".join(film.frames), "passes": film.passes} if film else {"cells": cells_of(self.board).tobytes()}
         super().__init__(layers=list(self.board.cache.num_experts), look={"states": states, "of": LOOK.tolist()},
                          title=title or (film.title if film else ""), height=height, period=1e3 / rate, **shown)  # fmt: skip
-        self.pairs, self.held = rate >= 8, b""  # fast ones are sent two at a time; the first of them
         self.observe(self._tell, ["hovered", "at"])
-        if not film:
-            self.board.viewers.add(id(self))
-            self.painter = Painter(self.paint, rate)
+        if not film: self.board.viewers.add(id(self))
 
     board: Board
     painter: Painter | None
-
-    def paint(self) -> bool:
-        "The picture of now, if there is somebody to see it. False: the widget has been closed."
-        if self.comm is None:
-            self._leave()
-            return False
-        if not self.paused:
-            now = cells_of(self.board).tobytes()
-            if self.pairs and not self.held and not self.cells.endswith(now): self.held = now
-            else: self.cells, self.held = (self.held if self.held != now else b"") + now, b""
-            if self.hovered >= 0: self._tell()
-        return True
 
     def _tell(self, change: Any = None) -> None:
         i, film = self.hovered, self.source if isinstance(self.source, Film) else None
@@ -381,6 +368,40 @@ class Following(Painted):
             self.painter.stop()
         if not isinstance(self.source, Film): self._leave()
         super().close()
+
+# %% ../nbs/13_map.ipynb #1dcf3168
+class Following(Attached):
+    "Shows what the board says, as long as it is open."
+
+    def __init__(self, source: Board | Film, expert_bytes: Sequence[int] = (), rate: float = 15.0, follow: bool = True,
+                 **kwargs: Any):  # fmt: skip
+        super().__init__(source, expert_bytes, rate, **kwargs)
+        self.words: Callable[[], Mapping[str, Any]] = dict  # traits that are sent with a picture
+        self.pairs, self.held = rate >= 8, b""  # fast pictures are sent two at a time; the first of them
+        if follow and not isinstance(source, Film):  # else whoever shows it calls `turn`
+            self.painter = Painter(self.turn, rate)
+
+    def turn(self) -> bool:
+        "`paint`, but the first of two fast pictures waits for the second."
+        if self.pairs and not self.paused and not self.held and self.comm is not None:
+            now = cells_of(self.board).tobytes()
+            if not self.cells.endswith(now):
+                self.held = now
+                return True
+        return self.paint()
+
+    def paint(self) -> bool:
+        "The picture of now, and words, if there is somebody to see them. False: the widget has been closed."
+        if self.comm is None:
+            self._leave()
+            return False
+        now = b"" if self.paused else cells_of(self.board).tobytes()
+        with self.hold_sync():  # one message
+            if now:
+                self.cells, self.held = (self.held if self.held != now else b"") + now, b""
+                if self.hovered >= 0: self._tell()
+            for name, value in self.words().items(): setattr(self, name, value)
+        return True
 
 # %% ../nbs/13_map.ipynb #0e6bb59b
 class ResidencyMap(Following):

@@ -2,13 +2,15 @@
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from traitlets import TraitError
 
-from expertflow import ExpertFlow, ExpertFlowError
-from expertflow.config import POLICIES, WEIGHTS
+from expertflow import ExpertFlow, ExpertFlowError, dashboard
+from expertflow.config import POLICIES, WEIGHTS, ConfigError
 from expertflow.dashboard import Controls, Dashboard, Speaker, Wishes, decoding, figures, memory_html, shared_out
 from expertflow.map import RESIDENT, WHERE, cells_of
 
@@ -58,8 +60,9 @@ def test_run_and_stop_by_their_buttons(panel, flow):
     assert panel.speaker.wait(20) and len(panel.speaker.meter.ticks) <= at + 2     # one that came meanwhile, the one under way
     until(lambda: not panel.run.disabled and panel.halt.disabled)
     panel.refresh()
-    assert panel.speaker.text.split()[0] in panel.text.value and "ready" in panel.status.value
-    assert f"<b style='font-size:15px'>{len(panel.speaker.meter.ticks)}</b>" in panel.numbers.value
+    assert "ready" in panel.status.value
+    until(lambda: panel.map.text == panel.speaker.text)
+    assert f"<b style='font-size:15px'>{len(panel.speaker.meter.ticks)}</b>" in panel.map.beside[0]
 
 
 def test_the_text_is_the_models(panel, flow):
@@ -67,6 +70,39 @@ def test_the_text_is_the_models(panel, flow):
     panel.run.click()
     assert panel.speaker.wait()
     assert panel.speaker.text == flow.generate(PROMPT, max_new_tokens=12, do_sample=False)
+
+
+def test_picture_and_words_are_one_message(panel, flow, monkeypatch):
+    "Two would be two frames for the browser."
+    panel.painter.stop()
+    panel.map.pairs, sent = False, []
+    def send(m, buffers=None): sent.append({*m["state"], *(path[0] for path in m["buffer_paths"])})
+    monkeypatch.setattr(panel.map, "_send", send)
+    panel.speaker.run(PROMPT, max_new_tokens=4, do_sample=False)
+    assert panel.speaker.wait()
+    assert panel.refresh() and sent == [{"cells", "text", "beside"}]
+    assert panel.refresh() and len(sent) == 1, "nothing new, nothing sent"
+    panel.map.paused, panel.speaker.text = True, "more text"
+    flow.generate(PROMPT, max_new_tokens=3, do_sample=False)
+    assert panel.refresh() and sent[1:] == [{"paused"}, {"text"}], "words go on when the map pauses"
+    panel.map.paused = False
+    assert panel.refresh() and sent[3:] == [{"paused"}, {"cells"}]
+
+
+@pytest.mark.parametrize("rate", [0, -1.0, 31, float("nan"), "8"])
+def test_rates_that_cannot_be(rate, flow):
+    before = threads()
+    with pytest.raises(ConfigError, match="pictures a second"): flow.dashboard(rate=rate)
+    assert threads() == before
+
+
+def test_rates(flow, monkeypatch):
+    for cores, device, rate in ((2, "cpu", 2.0), (3, "cpu", 8.0), (2, "cuda", 8.0)):
+        monkeypatch.setattr(dashboard, "cores", lambda n=cores: n)
+        assert dashboard.pictures(SimpleNamespace(device=torch.device(device)), None) == rate
+    panel = flow.dashboard(rate=20)
+    try: assert panel.painter.period == 1 / 20 and panel.map.period == 50 and panel.map.pairs
+    finally: panel.close()
 
 
 def test_the_same_figures_as_the_report(flow):
@@ -188,7 +224,7 @@ def test_the_host_budget_behind_a_device(sim):
             until(lambda: flow.host_slots == round(w.min * total / 100))
             assert panel.speaker.running and flow.config.cpu_memory_budget == f"{w.min}%" and not panel.wishes.error
             writing(panel)
-            until(lambda: f"{flow.host_slots} of {total}" in note.value and "host: " in panel.memory.value)
+            until(lambda: f"{flow.host_slots} of {total}" in note.value and "host: " in panel.map.beside[1])
             flow.set(cpu_memory_budget="80%")
             until(lambda: w.value == 80)
             panel.wishes.want(cpu_memory_budget=f"{size}B")
@@ -321,11 +357,13 @@ def test_closed_while_somebody_else_generates(flow):
     assert flow.runtime.executor.timeline is None and panel.diary.times is None
 
 
-def test_closed_by_somebody_else(flow):
+@pytest.mark.parametrize("what", ["panel", "map"])
+def test_closed_by_somebody_else(what, flow):
     panel = flow.dashboard(prompt=PROMPT, max_new_tokens=2000)
     panel.run.click()
     writing(panel)
-    super(Dashboard, panel).close()                 # as Widget.close_all does
+    if what == "panel": super(Dashboard, panel).close()             # as Widget.close_all does
+    else: panel.map.close()
     until(lambda: not threads())
     assert flow.runtime.cache.watcher is None
 

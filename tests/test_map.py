@@ -256,13 +256,18 @@ def test_fast_pictures_are_sent_two_at_a_time():
         for layer, expert in ((0, 1), (0, 2), (1, 0)):
             use(layer, expert)
             pictures.append(picture())
-            assert m.paint()
+            assert m.turn()
         assert len({shown, *pictures}) == 4 and sent == [pictures[0] + pictures[1]]
-        assert m.paint() and m.paint() and sent[1:] == [pictures[2]]          # the last one does not wait for another
+        assert m.turn() and m.turn() and sent[1:] == [pictures[2]]          # the last one does not wait for another
         assert m.picture().tobytes() == pictures[2] and m.period == pytest.approx(1000 / 15)
-        m.pairs = False
         use(1, 1)
-        assert m.paint() and sent[-1] == picture()
+        pictures.append(picture())
+        assert m.turn() and m.picture().tobytes() == pictures[2]
+        use(1, 2)
+        assert m.paint() and sent[2:] == [pictures[3] + picture()]             # asked for, it comes at once
+        m.pairs = False
+        use(0, 2)
+        assert m.turn() and sent[-1] == picture()
     finally: m.close()
 
 
