@@ -6,10 +6,10 @@
 __all__ = ['COLOURS', 'CONFIG', 'Meter', 'Marks', 'marks', 'Speaker', 'Figures', 'figures', 'figures_html', 'memory_html',
            'Wishes', 'shared_out', 'Limits', 'limits', 'make_controls', 'labels', 'size_note', 'wanted', 'in_force',
            'without_effect', 'Controls', 'column', 'Token', 'Log', 'decoding', 'Replayed', 'compute_of', 'what_if',
-           'Figure', 'Chart', 'here', 'curves', 'WhatIf', 'replay', 'Predictor', 'Timeline', 'pictures', 'Panel',
-           'Tabs', 'Connected', 'leave', 'Dashboard']
+           'Figure', 'Chart', 'here', 'curves', 'WhatIf', 'replay', 'Predictor', 'Timeline', 'pictures', 'said',
+           'Panel', 'Tabs', 'Connected', 'leave', 'Dashboard']
 
-# %% ../nbs/13a_dashboard.ipynb #64899c66
+# %% ../nbs/13a_dashboard.ipynb #e60ec31d
 import html
 import os
 import threading
@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any
 
 import torch
@@ -651,13 +652,17 @@ class Timeline:
         self.words.value = (f"{1e3 * total:.1f} ms for this token, of which {1e3 * waited:.1f} ms stalled, {len(token.copies)} "
                             "copies; a layer's time is that from its router's choice to the next one's")  # fmt: skip
 
-# %% ../nbs/13a_dashboard.ipynb #305ff515
+# %% ../nbs/13a_dashboard.ipynb #363abcab
 def pictures(flow: ExpertFlow, rate: float | None) -> float:
     "How many a second: as many as wished, by default few where the browser may have to draw with the very cores that compute."
     if rate is None: return 2.0 if flow.device.type == "cpu" and cores() <= 2 else 8.0
-    if not (isinstance(rate, (int, float)) and 0 < rate <= 30):
-        raise ConfigError(f"rate={rate!r}: pictures a second, a number above 0 and up to 30")
+    if not (isinstance(rate, Real) and 0.1 <= rate <= 30):
+        raise ConfigError(f"rate={rate!r}: pictures a second, a number from 0.1 to 30")
     return float(rate)
+
+def said(flow: ExpertFlow, speaker: Speaker) -> dict[str, Any]:
+    "What goes with the map's picture."
+    return {"text": speaker.text, "beside": [figures_html(figures(speaker)), memory_html(flow.ledger.snapshot())]}
 
 # %% ../nbs/13a_dashboard.ipynb #cf8cdb6a
 class Panel(W.VBox):
@@ -714,7 +719,7 @@ class Tabs:
     def close(self) -> None:
         if 1 in self.made: self.made[1].close()
 
-# %% ../nbs/13a_dashboard.ipynb #425525b8
+# %% ../nbs/13a_dashboard.ipynb #026c592e
 class Connected(Panel):
     "A panel that belongs to a model."
 
@@ -725,12 +730,12 @@ class Connected(Panel):
         board.readers = (*board.readers, self.diary)
         self.tabs = Tabs(flow, self.controls, self.diary, self.speaker)
         note, slider = self.budget.children = self.controls.notes["budget"], self.controls.c["budget"]
-        note.layout.width, slider.layout.width, self.budget.layout.align_items = "340px", "60%", "center"
+        note.layout.width, slider.layout.width, self.budget.layout.align_items = "400px", "50%", "center"
         self.children = [*self.main, self.tabs.box]
         self.run.on_click(lambda _: self.start())
         self.halt.on_click(lambda _: self.speaker.stop())
         self.told = ""
-        self.map.words = self.words
+        self.map.words = lambda: said(flow, self.speaker)
         self.refresh()
         self.painter = Painter(self.refresh, rate=self.rate, name="expertflow-panel")
 
@@ -741,32 +746,32 @@ class Connected(Panel):
             self.diary.wish, self.told = True, ""
         except ExpertFlowError as e:
             self.told = str(e)
+        self.stand()  # at once, however seldom the painter comes
 
     def refresh(self) -> bool:
         "Brings the panel up to date. False: it has been closed."
-        if self.comm is None or self.map.comm is None:
-            leave(self)
-            return False
-        s, running = self.speaker, self.speaker.running
-        self.run.disabled, self.halt.disabled = running, not running
+        if self.comm is None or self.map.comm is None: return leave(self)
+        s = self.speaker
         busy, changed = s.turn.locked(), self.flow.settings.version != self.controls.shown
         if (changed or busy != self.controls.busy) and not self.wishes.pending:
             self.controls.busy = busy
             self.controls.show(self.flow.settings.now)
             self.reach(self.flow.config.context)
+        self.stand()
+        self.tabs.refresh()
+        return self.map.turn() or leave(self)
+
+    def stand(self) -> None:
+        "What can be pressed, and how things stand."
+        s, running = self.speaker, self.speaker.running
+        self.run.disabled, self.halt.disabled = running, not running
         bad = self.wishes.error or self.told or s.error
         self.say(bad or f"{self.flow.path.name} on {self.flow.device}: " + ("writing" if running else "ready"), bool(bad))
-        self.tabs.refresh()
-        return self.map.turn()
 
-    def words(self) -> dict[str, Any]:
-        "What goes with the map's picture."
-        figs = figures_html(figures(self.speaker))
-        return {"text": self.speaker.text, "beside": [figs, memory_html(self.flow.ledger.snapshot())]}
-
-# %% ../nbs/13a_dashboard.ipynb #0503c7d1
-def leave(panel: Connected) -> None:
+# %% ../nbs/13a_dashboard.ipynb #bd086eaa
+def leave(panel: Connected) -> bool:  # False
     "Ends everything that runs for the panel."
+    panel.run.disabled = panel.halt.disabled = True
     board = panel.map.board
     panel.speaker.stop()
     panel.wishes.close()
@@ -774,6 +779,7 @@ def leave(panel: Connected) -> None:
     board.readers = tuple(r for r in board.readers if r is not panel.diary)
     panel.diary.stop()  # now that nobody tells it of another token
     panel.map.close()
+    return False
 
 class Dashboard(Connected):
     "A panel for a loaded model: prompt, text, map, figures, controls. `close` it, and nothing of it is left."

@@ -3,7 +3,7 @@
 
 const STYLE = `
 .ef-map { font: 12px var(--jp-ui-font-family, system-ui, sans-serif); color: var(--jp-ui-font-color1, inherit); min-width: 260px; contain: layout style; display: flex; flex-wrap: wrap; gap: 4px 10px; }
-.ef-map .ef-picture { flex: 5 1 260px; min-width: 0; }
+.ef-map .ef-picture { flex: 5 1 260px; min-width: 0; overflow-x: auto; }
 .ef-map .ef-said { flex: 4 1 240px; min-width: 0; display: flex; flex-direction: column; gap: 6px; }
 .ef-map .ef-box { flex: 1 1 150px; contain: strict; overflow-y: auto; display: flex; flex-direction: column-reverse; padding: 4px 6px; line-height: 1.35; font-size: 13px; border: 1px solid var(--jp-border-color1, #999); }
 .ef-map .ef-text { white-space: pre-wrap; margin-bottom: auto; }
@@ -12,7 +12,7 @@ const STYLE = `
 .ef-map button { font: inherit; padding: 1px 8px; cursor: pointer; color: inherit; border: 1px solid currentColor; border-radius: 3px; background: transparent; }
 .ef-map input[type=range] { flex: 2 1 120px; min-width: 80px; }
 .ef-map canvas.ef-cells { display: block; cursor: crosshair; }
-.ef-map canvas.ef-cells:focus-visible, .ef-map button:focus-visible { outline: 2px solid var(--jp-brand-color1, #1976d2); outline-offset: 1px; }
+.ef-map canvas.ef-cells:focus-visible, .ef-map button:focus-visible { outline: 2px solid var(--jp-brand-color1, #1976d2); outline-offset: -2px; }
 .ef-map .ef-legend span { white-space: nowrap; }
 .ef-map .ef-legend img { width: 12px; height: 12px; vertical-align: -2px; margin-right: 3px; }
 .ef-map .ef-detail { min-height: 1.4em; margin: 2px 0; }`;

@@ -369,7 +369,7 @@ class Attached(Painted):
         if not isinstance(self.source, Film): self._leave()
         super().close()
 
-# %% ../nbs/13_map.ipynb #1dcf3168
+# %% ../nbs/13_map.ipynb #85f2b515
 class Following(Attached):
     "Shows what the board says, as long as it is open."
 
@@ -395,7 +395,8 @@ class Following(Attached):
         if self.comm is None:
             self._leave()
             return False
-        now = b"" if self.paused else cells_of(self.board).tobytes()
+        if self.paused: now = self.held = b""
+        else: now = cells_of(self.board).tobytes()
         with self.hold_sync():  # one message
             if now:
                 self.cells, self.held = (self.held if self.held != now else b"") + now, b""

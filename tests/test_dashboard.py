@@ -89,7 +89,7 @@ def test_picture_and_words_are_one_message(panel, flow, monkeypatch):
     assert panel.refresh() and sent[3:] == [{"paused"}, {"cells"}]
 
 
-@pytest.mark.parametrize("rate", [0, -1.0, 31, float("nan"), "8"])
+@pytest.mark.parametrize("rate", [0, -1.0, 31, 1e-10, float("nan"), "8"])
 def test_rates_that_cannot_be(rate, flow):
     before = threads()
     with pytest.raises(ConfigError, match="pictures a second"): flow.dashboard(rate=rate)
@@ -355,6 +355,24 @@ def test_closed_while_somebody_else_generates(flow):
     panel.diary.stop = meanwhile
     panel.close()
     assert flow.runtime.executor.timeline is None and panel.diary.times is None
+
+
+def test_the_map_closed_in_the_middle_of_a_refresh(flow):
+    panel = flow.dashboard(prompt=PROMPT)
+    panel.tabs.refresh = panel.map.close
+    until(lambda: not threads())
+    assert flow.runtime.cache.watcher is None and panel.run.disabled and panel.halt.disabled and panel.painter.error is None
+
+
+def test_buttons_do_not_wait_for_the_painter(flow):
+    panel = flow.dashboard(prompt=PROMPT, max_new_tokens=2000, rate=np.float32(0.1))
+    try:
+        panel.run.click()
+        assert panel.run.disabled and not panel.halt.disabled and "writing" in panel.status.value
+        panel.run.click()
+        assert "alert" in panel.status.value and not panel.halt.disabled
+    finally: panel.close()
+    assert not threads()
 
 
 @pytest.mark.parametrize("what", ["panel", "map"])

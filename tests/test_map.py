@@ -265,7 +265,11 @@ def test_fast_pictures_are_sent_two_at_a_time():
         assert m.turn() and m.picture().tobytes() == pictures[2]
         use(1, 2)
         assert m.paint() and sent[2:] == [pictures[3] + picture()]             # asked for, it comes at once
-        m.pairs = False
+        use(0, 3)
+        assert m.turn() and m.held
+        m.paused = True
+        assert m.turn() and not m.held, "not shown after the pause"
+        m.paused = m.pairs = False
         use(0, 2)
         assert m.turn() and sent[-1] == picture()
     finally: m.close()
