@@ -173,6 +173,19 @@ def test_a_film_plays_without_the_kernel(page, lab):
     assert not page.complaints, page.complaints
 
 
+def test_a_wide_map_scrolls_to_its_last_expert(page, lab):
+    opened(page, lab, TALK.replace("(16, 3,", "(1500, 3,").replace("[16]", "[1500]"))
+    at = page.evaluate("""() => {
+        const box = document.querySelector('.ef-picture'), room = box.clientWidth, width = box.scrollWidth;
+        box.scrollLeft = width;
+        const c = document.querySelector('canvas.ef-cells').getBoundingClientRect(), b = box.getBoundingClientRect();
+        return {room, width, canvas: c.width, right: c.right, edge: b.left + room, y: c.top + 1} }""")
+    assert at["width"] > at["room"] and at["canvas"] <= at["width"] and abs(at["right"] - at["edge"]) <= 1
+    page.mouse.move(at["right"] - 2, at["y"])
+    page.wait_for_function("() => /layer 0, expert 149\\d:/.test(document.querySelector('.ef-detail').textContent)", timeout=20_000)
+    assert not page.complaints, page.complaints
+
+
 def test_readable_on_a_dark_page(tmp_path):
     with server(tmp_path, dark=True) as address, browser_page() as page:
         opened(page, (tmp_path, address), TALK)
