@@ -182,7 +182,7 @@ def test_a_wide_map_scrolls_to_its_last_expert(page, lab):
         return {room, width, canvas: c.width, right: c.right, edge: b.left + room, y: c.top + 1} }""")
     assert at["width"] > at["room"] and at["canvas"] <= at["width"] and abs(at["right"] - at["edge"]) <= 1
     page.mouse.move(at["right"] - 2, at["y"])
-    page.wait_for_function("() => /layer 0, expert 149\\d:/.test(document.querySelector('.ef-detail').textContent)", timeout=20_000)
+    page.wait_for_function("() => /expert 149\\d:/.test(document.querySelector('.ef-detail').textContent)", timeout=20_000)
     assert not page.complaints, page.complaints
 
 
